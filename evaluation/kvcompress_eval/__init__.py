@@ -1,0 +1,1 @@
+"""Demonstrations and measurements of policies; uses only kvcompress's public modules."""

@@ -1,0 +1,90 @@
+"""KV-cache compression for Hugging Face transformers; nothing heavy is imported until it is used."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvcompress.errors import (
+    DuplicatePolicyError,
+    KVCompressError,
+    MissingModelError,
+    PluginLoadError,
+    PolicyConfigError,
+    PressStateError,
+    ShapeError,
+    UnknownPolicyError,
+    UnsupportedCacheError,
+    UnsupportedModeError,
+    UnsupportedModelError,
+)
+from kvcompress.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from kvcompress_policies.snapkv import SnapKVPolicy
+
+    from kvcompress.hosting import CompressedCache
+    from kvcompress.plugins import policy_from
+    from kvcompress.policy import LayerView, Policy
+    from kvcompress.press import Session, press
+    from kvcompress.report import LayerReport, Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompressedCache",
+    "DuplicatePolicyError",
+    "KVCompressError",
+    "LayerReport",
+    "LayerView",
+    "MissingModelError",
+    "PluginLoadError",
+    "Policy",
+    "PolicyConfigError",
+    "PressStateError",
+    "Report",
+    "Session",
+    "ShapeError",
+    "SnapKVPolicy",
+    "UnknownPolicyError",
+    "UnsupportedCacheError",
+    "UnsupportedModeError",
+    "UnsupportedModelError",
+    "hookimpl",
+    "policy_from",
+    "press",
+]
+
+_LAZY = {
+    "CompressedCache": "hosting",
+    "LayerReport": "report",
+    "LayerView": "policy",
+    "Policy": "policy",
+    "Report": "report",
+    "Session": "press",
+    "policy_from": "plugins",
+    "press": "press",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f"kvcompress.{_LAZY[name]}"), name)
+    elif name.endswith("Policy"):
+        value = _policy_class(name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def _policy_class(name: str) -> Any:
+    """The installed policy whose class is called `name`."""
+    from kvcompress.plugins import registry
+
+    for entry in registry().policies.values():
+        if entry.policy.__name__ == name:
+            return entry.policy
+    raise AttributeError(f"No installed plugin provides a policy class {name!r}.")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,283 @@
+"""The seam around transformers: where a hosted cache meets the attention function.
+
+Two methods of transformers are wrapped, on their classes, while any context is open or any hosted
+cache is alive, and put back afterwards:
+
+- `AttentionInterface.get_interface`: every model that uses the attention interface resolves its
+  attention function there, whatever the backend, so the post-RoPE query, key and value of every
+  layer pass by. The wrapper acts only on the call that follows the update of a hosted cache layer
+  in the same thread.
+- `GenerationMixin.generate`: a call of it says how long the prompt is, which nothing further
+  inside can know (chunked prefill, drafts appended to the prompt).
+"""
+
+import functools
+import itertools
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.modeling_utils import AttentionInterface
+
+from kvcompress.errors import UnsupportedModeError
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer's attention function was called with."""
+
+    query: Float[Tensor, "batch heads q_len head_dim"]
+    key: Float[Tensor, "batch key_heads kv_len head_dim"]
+    value: Float[Tensor, "batch key_heads kv_len value_dim"]
+    mask: Any
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+    position_ids: Tensor | None
+
+
+class HostedLayer(ABC):
+    """What the seam asks of a cache layer."""
+
+    @abstractmethod
+    def before_attention(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """May evict first; returns the key and value to attend to."""
+
+    @abstractmethod
+    def after_attention(self, call: AttentionCall) -> None:
+        """May evict."""
+
+    @abstractmethod
+    def undo_update(self) -> None:
+        """Take the last update back, after `before_attention` refused it."""
+
+
+@dataclass
+class Generation:
+    """A call of `generate` that is running in this thread."""
+
+    serial: int
+    prompt_end: int | None
+    """Length of the whole prompt in tokens, padding and earlier turns included, if known."""
+    hosted: bool = False
+    """Whether it has fed a hosted cache."""
+
+
+class _Thread(threading.local):
+    pending: weakref.ref[HostedLayer] | None = None
+    generation: Generation | None = None
+
+
+_thread = _Thread()
+_lock = threading.RLock()  # re-entrant: finalizers may run at any allocation
+_leases: set[int] = set()
+_originals: dict[type, Any] = {}
+_must_host: weakref.WeakSet[Any] = weakref.WeakSet()
+_serials = itertools.count(1)
+
+
+def announce(layer: HostedLayer) -> None:
+    """Say that `layer` was updated: the next attention call of this thread is its own."""
+    _thread.pending = weakref.ref(layer)
+
+
+def withdraw() -> HostedLayer | None:
+    """The layer that was announced and not yet attended to, if any; forgets it."""
+    pending, _thread.pending = _thread.pending, None
+    return pending and pending()
+
+
+def current_generation() -> Generation | None:
+    """The innermost `generate` call of this thread, while the seam is in place."""
+    return _thread.generation
+
+
+def require_hosting(model: Any, required: bool) -> None:
+    """Make a `generate` of this model that never fed a hosted cache an error, or no more."""
+    (_must_host.add if required else _must_host.discard)(model)
+
+
+class Lease:
+    """Keeps the seam in place while it lives; copies of a cache hold leases of their own."""
+
+    def __init__(self) -> None:
+        key = id(self)
+        with _lock:
+            _leases.add(key)
+            _install()
+        self._release = weakref.finalize(self, _drop_lease, key)
+
+    def release(self) -> None:
+        """Give the lease back before the object dies."""
+        self._release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Lease":
+        return Lease()
+
+    def __reduce__(self) -> tuple[type["Lease"], tuple[()]]:
+        return Lease, ()
+
+
+def _drop_lease(key: int) -> None:
+    with _lock:
+        _leases.discard(key)
+        if not _leases:
+            _uninstall()
+
+
+def _install() -> None:
+    if _originals:
+        return
+    _originals[AttentionInterface] = AttentionInterface.get_interface
+    _originals[GenerationMixin] = GenerationMixin.generate
+    AttentionInterface.get_interface = _wrap_interface(AttentionInterface.get_interface)
+    GenerationMixin.generate = _wrap_generate(GenerationMixin.generate)
+
+
+def _uninstall() -> None:
+    # A method that somebody else wrapped meanwhile is left alone: ours inside is inert.
+    interface = _originals.pop(AttentionInterface, None)
+    if getattr(AttentionInterface.get_interface, "__wrapped__", None) is interface:
+        AttentionInterface.get_interface = interface
+    generate = _originals.pop(GenerationMixin, None)
+    if getattr(GenerationMixin.generate, "__wrapped__", None) is generate:
+        GenerationMixin.generate = generate
+
+
+def _wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return functools.partial(_attend, original(self, *args, **kwargs))
+
+    return get_interface
+
+
+def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = Generation(next(_serials), _prompt_end(args, kwargs))
+        outer, _thread.generation = _thread.generation, call
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            _thread.generation = outer
+        if self in _must_host and not call.hosted:
+            raise UnsupportedModeError(
+                f"generate() of {type(self).__name__} never reached the press context: nothing "
+                "was compressed. A compiled forward skips it; compile inside the context, or "
+                "pass past_key_values=CompressedCache(model, policy)."
+            )
+        return result
+
+    return generate
+
+
+def _prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    # The mask covers earlier turns also when only the new tokens are passed.
+    names = ("attention_mask", "inputs_embeds", "input_ids", "inputs")
+    for candidate in (*(kwargs.get(name) for name in names), *args[:1]):
+        if isinstance(candidate, Tensor) and candidate.ndim in (2, 3):
+            return candidate.shape[1]
+    return None
+
+
+@torch.compiler.disable
+def _attend(
+    function: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    layer = withdraw()
+    if layer is None:
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+    scaling = kwargs.get("scaling")
+    position_ids = kwargs.get("position_ids")
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        mask=fit_mask(attention_mask, key.shape[-2]),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        position_ids=position_ids if isinstance(position_ids, Tensor) else None,
+    )
+    try:
+        key, value = layer.before_attention(call)
+    except BaseException:
+        layer.undo_update()
+        raise
+    mask = fit_mask(call.mask, key.shape[-2])
+    result = function(module, query, key, value, mask, *args, **kwargs)
+    layer.after_attention(call)
+    return result
+
+
+def fit_mask(mask: Any, kv_len: int) -> Any:
+    """The mask's last `kv_len` columns.
+
+    A model builds one mask, for the layer that holds most. Rows are evicted padding first and
+    stay in order, so what a layer lacks is always at the mask's left.
+    """
+    if mask is None or mask.shape[-1] == kv_len:
+        return mask
+    if isinstance(mask, Tensor):
+        return mask[..., -kv_len:]
+    return _fit_block_mask(mask, kv_len)
+
+
+def _fit_block_mask(mask: Any, kv_len: int) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, heads, q_len, columns = mask.shape
+    shift, rule = columns - kv_len, mask.mask_mod
+
+    def shifted(row: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return rule(row, head, q_idx, kv_idx + shift)
+
+    return create_block_mask(
+        shifted, batch, heads, q_len, kv_len, mask.kv_indices.device, BLOCK_SIZE=mask.BLOCK_SIZE
+    )
+
+
+def visible_to_last(mask: Any, batch: int, kv_len: int) -> Bool[Tensor, "batch kv_len"] | None:
+    """Which columns the last query may see; None if the mask hides nothing from it.
+
+    In a causal model the last query sees every column that is not padding.
+
+    Raises:
+        UnsupportedModeError: The mask has a form that cannot be read.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        index = torch.arange(max(batch, kv_len), device=mask.kv_indices.device)
+        last = torch.full((), mask.shape[-2] - 1, device=index.device)
+        rows = index[:batch, None].expand(batch, kv_len)
+        columns = index[None, :kv_len].expand(batch, kv_len)
+        seen = torch.vmap(torch.vmap(mask.mask_mod, (0, None, None, 0)), (0, None, None, 0))
+        result: Tensor = seen(rows, torch.zeros_like(last), last, columns)
+        return result
+    if mask.ndim == 2:
+        return mask.bool()
+    if mask.ndim == 4:
+        last_row = mask[:, 0, -1]
+        if last_row.dtype != torch.bool:
+            last_row = last_row > torch.finfo(last_row.dtype).min / 2
+        return last_row.expand(batch, kv_len)
+    raise UnsupportedModeError(
+        f"An attention mask of {mask.ndim} dimensions cannot be read. Pass a 2D mask "
+        "(batch, tokens) with 1 for real tokens, or none."
+    )

@@ -1,0 +1,217 @@
+"""Which models and caches can be hosted, and how a cache comes to be hosted."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvcompress.attention import Lease
+from kvcompress.cache import KVLayer
+from kvcompress.errors import (
+    PolicyConfigError,
+    PressStateError,
+    UnsupportedCacheError,
+    UnsupportedModelError,
+    UnsupportedModeError,
+)
+from kvcompress.plugins import policy_from
+from kvcompress.policy import Policy
+from kvcompress.report import Report
+from kvcompress.state import CacheState
+
+OWN_MASKS = {"doge": "it computes its own attention mask from the cached values"}
+"""Model types whose attention passes the seam and would still go wrong."""
+
+
+def hostable_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside `model` (PEFT and compile wrappers are looked through).
+
+    Raises:
+        UnsupportedModelError: It cannot be hosted; the message says why.
+    """
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    name = type(model).__name__
+    if inner is None:
+        raise UnsupportedModelError(
+            f"{name} contains no transformers PreTrainedModel. Pass a decoder model such as "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    config = inner.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; only decoder models are supported. Run it "
+            "without kvcompress."
+        )
+    if config.model_type in OWN_MASKS:
+        raise UnsupportedModelError(
+            f"{name} cannot be compressed: {OWN_MASKS[config.model_type]}. Run it without "
+            "kvcompress."
+        )
+    if not getattr(inner.get_decoder(), "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} has attention code of its own that does not go through transformers' "
+            "attention interface, so its cache cannot be compressed. Run it without kvcompress."
+        )
+    hosted_layers(config)
+    return inner
+
+
+def hosted_layers(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Indices of the layers with full attention and a cache of their own: those that are hosted.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    layers = DynamicCache(config=config).layers
+    indices = tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer)
+    if not indices:
+        raise UnsupportedModelError(
+            f"No layer of this {config.model_type} model has full attention over a cache of its "
+            f"own (its {len(layers)} cache layers: "
+            f"{', '.join(sorted({type(layer).__name__ for layer in layers}))}), so there is "
+            "nothing to compress. Run it without kvcompress."
+        )
+    return indices
+
+
+def state_of(cache: Cache) -> CacheState | None:
+    """The state of a hosted cache; None for any other."""
+    layers = getattr(cache, "layers", ())
+    return next((layer.state for layer in layers if isinstance(layer, KVLayer)), None)
+
+
+def host_cache(
+    cache: Cache,
+    model: PreTrainedModel,
+    policy: Policy,
+    *,
+    prompt_length: int | None = None,
+    forward_is_turn: bool = False,
+) -> CacheState:
+    """Replace the full-attention layers of a cache by hosted ones; rows that it has stay.
+
+    Raises:
+        UnsupportedCacheError: The cache's layers cannot be replaced.
+        PressStateError: It is hosted already, under another policy.
+    """
+    known = state_of(cache)
+    if known is not None:
+        if known.policy != policy:
+            raise PressStateError(
+                f"This cache is being compressed by {known.policy}, the context asks for "
+                f"{policy}. A policy stays with its cache: use the same policy, or a new cache."
+            )
+        return known
+    kind = type(cache).__name__
+    if type(cache) not in (DynamicCache, CompressedCache):
+        raise UnsupportedCacheError(
+            f"A {kind} cannot be compressed, only a DynamicCache can. Leave cache_implementation "
+            "and past_key_values out, or pass a DynamicCache."
+        )
+    if getattr(cache, "offloading", False):
+        raise UnsupportedCacheError(
+            "An offloaded cache cannot be compressed. Leave offloading out: the compressed cache "
+            "is what fits on the device."
+        )
+    indices = hosted_layers(model.config)
+    fresh = DynamicCache(config=model.config).layers
+    layers = [*cache.layers, *fresh[len(cache.layers) :]]
+    for index in indices:
+        if type(layers[index]) is not DynamicLayer:
+            raise UnsupportedCacheError(
+                f"Layer {index} of the cache is a {type(layers[index]).__name__}, but this layer "
+                "of the model has full attention and needs a DynamicLayer. Pass "
+                "DynamicCache(config=model.config)."
+            )
+    policy.check_layers(len(indices))
+    state = CacheState(
+        policy,
+        indices,
+        len(layers),
+        model_name=type(model).__name__,
+        prompt_length=prompt_length,
+        forward_is_turn=forward_is_turn,
+    )
+    lease = Lease()
+    for number, index in enumerate(indices):
+        layer = KVLayer(state, number, lease)
+        layer.adopt(layers[index])
+        layers[index] = layer
+    if len({count.seen for count in state.counts}) > 1:
+        raise UnsupportedCacheError(
+            "The layers of this cache hold different numbers of tokens. Pass a cache that one "
+            "model filled, or a new one."
+        )
+    cache.layers = layers
+    return state
+
+
+class CompressedCache(DynamicCache):
+    """A cache that compresses itself: pass it as `past_key_values`, no context needed.
+
+    The policy travels with the cache, so several policies, or a compressed and a plain cache, can
+    be used on one model at a time, in several threads too.
+
+    Args:
+        model: The model that will fill the cache.
+        policy: A policy, or its string or dict form.
+        prompt_length: Tokens of the first prompt, padding included. `generate` tells this by
+            itself. In a loop of your own, a prompt fed in several calls ends here; without it, at
+            the first one-token call or at `end_prefill()`, and the whole prompt is held until then.
+
+    Raises:
+        UnsupportedModelError: The model cannot be hosted.
+        PolicyConfigError: The policy is wrong in itself or for this model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | str | dict[str, Any],
+        *,
+        prompt_length: int | None = None,
+    ) -> None:
+        if prompt_length is not None and prompt_length < 1:
+            raise PolicyConfigError(
+                f"prompt_length={prompt_length}: a prompt has at least one token. Leave it out if "
+                "the length is not known."
+            )
+        inner = hostable_model(model)
+        super().__init__(config=inner.config)
+        host_cache(self, inner, policy_from(policy), prompt_length=prompt_length)
+
+    @property
+    def _state(self) -> CacheState:
+        state = state_of(self)
+        assert state is not None
+        return state
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that compresses this cache."""
+        return self._state.policy
+
+    def end_prefill(self) -> None:
+        """Say that the prompt has been fed completely: evict now. Does nothing after it has.
+
+        Raises:
+            UnsupportedModeError: The model stores latents; evicting needs its next forward.
+        """
+        state = self._state
+        if not state.turn.open or state.counts[0].seen == state.turn.start:
+            return
+        if state.expands_latents:
+            raise UnsupportedModeError(
+                f"{state.model_name} caches latents, so rows can only be judged during a forward. "
+                "Pass prompt_length= to CompressedCache instead."
+            )
+        state.turn.end, state.turn.open = state.counts[0].seen, False
+        state.since_eviction = 0
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.end_prefill()
+
+    def report(self) -> Report:
+        """What the cache has seen and holds now."""
+        return self._state.report()

@@ -1,0 +1,276 @@
+"""What a policy is and all that it may see: the base class and the view of one layer."""
+
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from jaxtyping import Bool, Float, Int64
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from kvcompress.errors import PolicyConfigError
+
+Phase = Literal["prefill", "decode"]
+PositiveInt = Annotated[int, Field(ge=1)]
+PerLayer = PositiveInt | tuple[PositiveInt, ...]
+"""One value for all layers, or one value for each hosted layer."""
+
+_RESERVED = set(":=+/, ")
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer's cache at the moment when a policy is asked, after the new rows were attended.
+
+    Rows are in position order. Rows that may not be judged (draft tokens of speculative decoding)
+    are not in the view.
+    """
+
+    query: Float[Tensor, "batch heads q_len head_dim"]
+    """After RoPE: the last queries, oldest first; as many as the policy's `query_tokens` asks for
+    and the turn has. In `observe`, all queries of this forward."""
+    key: Float[Tensor, "batch key_heads held head_dim"]
+    """After RoPE, as the attention function gets it."""
+    value: Float[Tensor, "batch key_heads held value_dim"]
+    positions: Int64[Tensor, "batch kv_heads held"]
+    """Original position of every row; -1 for padding."""
+    valid: Bool[Tensor, "batch kv_heads held"]
+    """False for padding, which is always at the left."""
+    scaling: float
+    """The model's factor on attention logits."""
+    layer_idx: int
+    """Counts hosted layers only, from 0."""
+    num_layers: int
+    """Hosted layers of the model."""
+    seen: int
+    """Tokens that this layer has seen, evicted ones and padding included."""
+    phase: Phase
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """The policy's own tensors, batch x kv_heads x held; see `Policy.observe`."""
+    softcap: float | None = None
+    """Cap on attention logits where the model has one."""
+    sinks: Float[Tensor, " heads"] | None = None
+    """Learned logits in the softmax's denominator where the model has them."""
+
+    @property
+    def held(self) -> int:
+        """Rows in the view."""
+        return self.positions.shape[-1]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the cache: one set of kept rows each."""
+        return self.positions.shape[1]
+
+
+class Policy(BaseModel):
+    """Which rows of the KV cache to keep: a frozen value whose methods are pure functions.
+
+    A subclass names itself, says in which phases it evicts, and scores rows. Core does the rest:
+    top-k, padding, sorting, gathering, and everything about caches, models and generation.
+    `capacity` or `keep_ratio` sets the budget; a subclass with another rule overrides `budget`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    name: ClassVar[str]
+    """The name in strings, plugins, CLI and results."""
+    phases: ClassVar[frozenset[Phase]] = frozenset({"prefill"})
+    """When the policy evicts: once when a prompt ends, after decode steps, or both."""
+    needs: ClassVar[frozenset[Literal["observe"]]] = frozenset()
+    """`observe`: the policy keeps state and must see every forward."""
+    per_layer: ClassVar[frozenset[str]] = frozenset({"capacity"})
+    """Fields that accept one value for each hosted layer."""
+    default_capacity: ClassVar[int] = 2048
+
+    capacity: PerLayer | None = Field(
+        default=None,
+        description="Tokens kept per KV head and layer, protected ones included. "
+        "Default 2048 unless keep_ratio is given.",
+    )
+    keep_ratio: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Fraction of the prompt kept, instead of capacity.",
+    )
+    later_turns: Literal["revote", "append"] = Field(
+        default="revote",
+        description="At the end of a later turn's prompt: revote brings the whole cache back to "
+        "its budget, append keeps the earlier rows and cuts only the new turn.",
+    )
+
+    def __init__(self, **fields: Any) -> None:
+        """Validate the fields.
+
+        Raises:
+            PolicyConfigError: A field is unknown, out of range, or contradicts another.
+        """
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise PolicyConfigError(_explain(type(self), error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_budget(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            capacity, ratio = data.get("capacity"), data.get("keep_ratio")
+            if capacity is not None and ratio is not None:
+                raise ValueError(
+                    f"capacity={capacity} and keep_ratio={ratio} both set the budget: give one."
+                )
+            if capacity is None and ratio is None:
+                return {**data, "capacity": cls.default_capacity}
+        return data
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Policy":
+        """A copy with some fields replaced; validated, unlike pydantic's own."""
+        fields = {**self.model_dump(), **(update or {})}
+        if "keep_ratio" in (update or {}) and "capacity" not in (update or {}):
+            fields["capacity"] = None
+        if "capacity" in (update or {}) and "keep_ratio" not in (update or {}):
+            fields["keep_ratio"] = None
+        return type(self)(**fields)
+
+    def scores(self, view: LayerView) -> Float[Tensor, "batch kv_heads held"]:
+        """Float32 score of every row; the highest are kept. Padding and protection are core's."""
+        raise NotImplementedError
+
+    def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"] | None:
+        """Rows that must be kept whatever their score; at most `protected_tokens` of them."""
+        return None
+
+    def protected_tokens(self, layer_idx: int, num_layers: int) -> int:
+        """How many rows `protected` may name; the budget is always larger."""
+        return 0
+
+    def query_tokens(self, layer_idx: int, num_layers: int) -> int:
+        """How many of the last queries `scores` reads; 0 if it reads none."""
+        return 0
+
+    def observe(self, view: LayerView) -> Mapping[str, Tensor]:
+        """New state after a forward, for policies that declare `needs = {"observe"}`.
+
+        `view.state` holds the previous state, with zeros for the new rows. Every tensor is
+        batch x kv_heads x held; core takes it along when rows are evicted, reordered or dropped.
+        """
+        return view.state
+
+    def budget(self, prompt_tokens: int, layer_idx: int, num_layers: int) -> int:
+        """Rows that this layer keeps, fixed when a prompt ends.
+
+        Args:
+            prompt_tokens: Real tokens seen, padding not counted.
+            layer_idx: Among the hosted layers.
+            num_layers: Hosted layers.
+        """
+        if self.keep_ratio is None:
+            return self.at("capacity", layer_idx)
+        share = math.floor(self.keep_ratio * prompt_tokens + 1e-9)
+        return max(share, self.protected_tokens(layer_idx, num_layers) + 1)
+
+    def at(self, name: str, layer_idx: int) -> int:
+        """The value of a per-layer field at one layer."""
+        value = getattr(self, name)
+        return int(value[layer_idx] if isinstance(value, tuple) else value)
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse per-layer lists that do not fit a model.
+
+        Raises:
+            PolicyConfigError: A list's length is not `num_layers`.
+        """
+        for name in sorted(self.per_layer):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != num_layers:
+                raise PolicyConfigError(
+                    f"{self.name}: {name} lists {len(value)} values, but the model has "
+                    f"{num_layers} full-attention layers. Give one value, or {num_layers}."
+                )
+
+    def changed_fields(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        changed = {}
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            default = info.get_default(call_default_factory=True)
+            if name == "capacity" and self.keep_ratio is None:
+                default = self.default_capacity
+            if value != default:
+                changed[name] = value
+        return changed
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict form, `{"policy": name, ...}`, defaults omitted; `policy_from` reads it."""
+        fields = self.changed_fields()
+        return {"policy": self.name} | {
+            key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()
+        }
+
+    def to_string(self) -> str:
+        """The string form, `name:field=value:...`, defaults omitted; `policy_from` reads it."""
+        parts = [f"{key}={_format(value)}" for key, value in self.changed_fields().items()]
+        return ":".join([self.name, *parts])
+
+    def __str__(self) -> str:
+        return self.to_string()
+
+    @classmethod
+    def parse_field(cls, name: str, text: str) -> Any:
+        """The value that a field's text stands for in the string form."""
+        info = cls.model_fields.get(name)
+        allowed = _leaves(info.annotation) if info is not None else set()
+        if text == "none" and type(None) in allowed and "none" not in allowed:
+            return None
+        if "/" in text:
+            return tuple(part for part in text.split("/") if part)
+        return text
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """The types and literal values of a (nested) union."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return set(args)
+    if origin is None or origin in (tuple, list):
+        return {annotation if origin is None else origin}
+    return set().union(*(_leaves(arg) for arg in args))
+
+
+def _format(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "/".join(map(_format, value)) + ("/" if len(value) == 1 else "")
+    text = str(value)
+    if _RESERVED & set(text):
+        raise PolicyConfigError(
+            f"The value {text!r} has no string form: it contains one of {''.join(_RESERVED)!r}. "
+            "Use the dict form."
+        )
+    return text
+
+
+def _explain(policy: type[Policy], error: ValidationError) -> str:
+    """All faults of a configuration in one message."""
+    lines = []
+    for fault in error.errors():
+        where = str(fault["loc"][0]) if fault["loc"] else ""
+        if fault["type"] == "extra_forbidden":
+            known = sorted(policy.model_fields)
+            near = difflib.get_close_matches(where, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            line = f"no field {where!r}.{hint} Fields: {', '.join(known)}."
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            given = "" if not where else f"{where}={fault['input']!r}: "
+            line = f"{given}{message[0].lower() + message[1:]}"
+        if line not in lines:
+            lines.append(line)
+    return f"{policy.__name__}: " + " ".join(lines)

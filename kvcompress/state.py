@@ -1,0 +1,241 @@
+"""The state of one cache: its policy, where its prompt ends, its padding, its numbers."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from kvcompress.attention import AttentionCall, current_generation, visible_to_last
+from kvcompress.errors import (
+    PressStateError,
+    UnsupportedModelError,
+    UnsupportedModeError,
+)
+from kvcompress.policy import Policy
+from kvcompress.report import History, LayerCounts, Report, make_report
+
+
+class Plan(Enum):
+    """What the hosted layers do in one forward."""
+
+    COLLECT = "part of a prompt: remember the queries"
+    EVICT_AFTER = "the prompt ends in this forward: attend, then evict"
+    EVICT_BEFORE = "the prompt turns out to have ended before this forward: evict, then attend"
+    DECODE = "generated tokens"
+
+
+@dataclass
+class Turn:
+    """A prompt, or a later part of a conversation, that ends in an eviction."""
+
+    start: int
+    """Tokens seen before it."""
+    end: int | None
+    """Tokens seen when it ends; None while only the next one-token call will tell."""
+    open: bool = True
+
+
+class CacheState:
+    """What the hosted layers of one cache share.
+
+    Everything that changes lives here or in the layers, nothing in the policy or the model; it
+    refers to no tensor but the padding, so reports may outlive the cache.
+
+    Turns are told apart by the first rule that applies: inside `generate`, one call is one turn,
+    and its mask or ids say where it ends; with `forward_is_turn`, every forward of more than one
+    token is one; else a turn starts with a forward of more than one token, and ends at
+    `prompt_length`, at `end_prefill()`, or at the first one-token call.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        hosted: tuple[int, ...],
+        model_layers: int,
+        *,
+        model_name: str,
+        prompt_length: int | None = None,
+        forward_is_turn: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.model_layers = model_layers
+        self.model_name = model_name
+        # Policies that evict while decoding declare the field; the others never get there.
+        self.interval: int = getattr(policy, "interval", 1)
+        self.expands_latents = False
+        self.forward_is_turn = forward_is_turn
+        self.counts = [LayerCounts(index) for index in hosted]
+        self.reset(prompt_length)
+
+    def reset(self, prompt_length: int | None = None) -> None:
+        """Back to an empty cache."""
+        for count in self.counts:
+            count.seen = count.held = count.allocated_bytes = 0
+            count.budget = None
+        self.turn = Turn(0, prompt_length)
+        self.plan = Plan.COLLECT
+        self.pads: Tensor | None = None
+        self.generation = 0
+        self.updated = self.attended = 0
+        self.since_eviction = 0
+        self.history = History()
+
+    @property
+    def num_layers(self) -> int:
+        """Hosted layers."""
+        return len(self.counts)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the layer that holds most."""
+        return max(count.held for count in self.counts)
+
+    def begin_forward(self, new: int) -> None:
+        """Decide what this forward of `new` tokens means; called before anything is appended.
+
+        Raises:
+            PressStateError: The tokens were already fed, or an earlier forward broke off.
+            UnsupportedModeError: The policy cannot act in this mode.
+        """
+        if self.updated and self.attended < self.num_layers:
+            if not self.attended:
+                raise self.bypassed(self.counts[0].layer_idx)
+            raise PressStateError(
+                f"An earlier forward broke off after {self.attended} of {self.num_layers} hosted "
+                "layers, so the layers of this cache no longer agree. Start again with a new "
+                "cache, or call cache.reset()."
+            )
+        first = self.counts[0].seen
+        self._find_turn(first, new)
+        turn = self.turn
+        if not turn.open:
+            self._begin_decode(new)
+        elif turn.end is None:
+            ended = new == 1 and first > turn.start
+            self.plan = Plan.EVICT_BEFORE if ended else Plan.COLLECT
+        else:
+            self.plan = Plan.EVICT_AFTER if first + new >= turn.end else Plan.COLLECT
+        if self.plan in (Plan.EVICT_AFTER, Plan.EVICT_BEFORE):
+            turn.open = False
+            turn.end = turn.end if turn.end is not None else first
+            self.since_eviction = 0
+        self.updated = self.attended = 0
+
+    def _find_turn(self, first: int, new: int) -> None:
+        generation = current_generation()
+        if generation is not None:
+            generation.hosted = True
+            if generation.serial == self.generation:
+                return
+            end = generation.prompt_end
+            if end is not None and end <= first:
+                raise PressStateError(
+                    f"generate() got a prompt of {end} tokens and a cache that has already seen "
+                    f"{first}: it would feed the prompt a second time. Pass the whole "
+                    "conversation with at least one new token, or only the new tokens with an "
+                    "attention_mask over all of them."
+                )
+            self.generation = generation.serial
+            self.turn = Turn(first, first + new if end is None else end)
+        elif self.forward_is_turn:
+            if new > 1 or first == 0:
+                self.turn = Turn(first, first + new)
+        elif not self.turn.open and new > 1:
+            self.turn = Turn(first, None)
+
+    def _begin_decode(self, new: int) -> None:
+        self.plan = Plan.DECODE
+        self.since_eviction += new
+        if new > 1 and "decode" in self.policy.phases:
+            raise UnsupportedModeError(
+                f"{self.policy.name} evicts while decoding, and this forward verifies {new} draft "
+                "tokens that may be taken back. Use greedy search or sampling without drafts, or a "
+                "policy that evicts at prefill only."
+            )
+
+    def bypassed(self, layer_idx: int) -> UnsupportedModelError:
+        """The error for a layer whose attention did not pass the seam."""
+        return UnsupportedModelError(
+            f"{self.model_name}: layer {layer_idx} updated its cache, but its attention did not go "
+            "through transformers' attention interface, so it cannot be compressed. Models with "
+            "attention code of their own are not supported; nothing was generated."
+        )
+
+    def check_positions(self, position_ids: Tensor | None, first: int, new: int) -> None:
+        """Refuse a forward of several tokens whose positions were already fed.
+
+        Raises:
+            PressStateError: The first new position lies below what the cache has seen.
+        """
+        # One token is not checked: reading its position would stall an accelerator every step.
+        if position_ids is None or position_ids.ndim != 2 or new == 1 or first == 0:
+            return
+        start = position_ids[:, 0]
+        if self.pads is not None:
+            start = start + self.pads.to(start.device)
+        lowest = int(start.min())
+        if lowest < first:
+            raise PressStateError(
+                f"The forward starts at position {lowest}, but the cache has already seen {first} "
+                "tokens: they would be fed a second time. Pass only tokens that the cache has not "
+                "seen, or a new cache."
+            )
+
+    def read_padding(self, call: AttentionCall, new: int) -> None:
+        """Learn the padding of a left-padded batch from the mask; refuse any other padding.
+
+        Raises:
+            UnsupportedModeError: Tokens are masked that are not at the left of their row.
+        """
+        batch, kv_len = call.key.shape[0], call.key.shape[2]
+        visible = visible_to_last(call.mask, batch, kv_len)
+        if visible is None:
+            return
+        if kv_len < self.counts[0].seen:  # padding is known since before the first eviction
+            if not bool(visible[:, -new:].all()):
+                raise self._bad_padding()
+            return
+        leading = (~visible).long().cumprod(1).sum(1)
+        rows = torch.stack([leading, visible.long().sum(1)]).tolist()
+        if any(pads + real != kv_len for pads, real in zip(*rows, strict=True)):
+            raise self._bad_padding()
+        self.pads = leading if any(rows[0]) else None
+
+    @staticmethod
+    def _bad_padding() -> UnsupportedModeError:
+        return UnsupportedModeError(
+            "The attention mask hides tokens that are not padding at the left of their row. Pad "
+            "batches at the left (tokenizer.padding_side = 'left'), do not pack several sequences "
+            "into a row, and do not pad between turns."
+        )
+
+    def pads_by_row(self) -> list[int]:
+        """Padding of every row of the batch; reading it waits for the device."""
+        return [0] if self.pads is None else self.pads.tolist()
+
+    def prompt_tokens(self) -> int:
+        """Real tokens of the longest row when the turn ends.
+
+        Raises:
+            UnsupportedModeError: The rows differ and the policy keeps a ratio.
+        """
+        pads = self.pads_by_row()
+        end = self.turn.end or 0
+        if self.policy.keep_ratio is not None and min(pads) != max(pads):
+            raise UnsupportedModeError(
+                f"keep_ratio={self.policy.keep_ratio} gives the rows of this batch different "
+                f"budgets: their prompts have {end - max(pads)} to {end - min(pads)} tokens. Use "
+                "capacity, or a batch of equal lengths."
+            )
+        return end - min(pads)
+
+    def end_forward(self) -> None:
+        """The last hosted layer has attended."""
+        self.history.add(self.counts[0].seen, sum(count.held for count in self.counts))
+
+    def report(self) -> Report:
+        """The numbers as they are now."""
+        return make_report(
+            self.policy.to_string(), self.model_layers, self.counts, self.history
+        )

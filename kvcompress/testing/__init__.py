@@ -1,0 +1,15 @@
+"""For tests of policies, yours included; nothing here is needed at run time."""
+
+from kvcompress.testing.models import FAMILIES, tiny_model
+from kvcompress.testing.oracle import Evictions, oracle, record
+from kvcompress.testing.selection import kept_positions, scores
+
+__all__ = [
+    "FAMILIES",
+    "Evictions",
+    "kept_positions",
+    "oracle",
+    "record",
+    "scores",
+    "tiny_model",
+]

@@ -1,0 +1,119 @@
+"""The oracle: the same model on an uncompressed cache, with exactly the evicted rows masked out.
+
+    with press(model, policy) as session, record(session) as evictions:
+        ours = model.generate(...)
+    with oracle(model, evictions):
+        theirs = model.generate(...)
+
+Both must give the same tokens and, within float noise, the same logits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import AttentionInterface
+
+from kvcompress.cache import KVLayer
+
+_NEVER = 2**31 - 1
+
+
+class Evictions:
+    """For every layer, row, KV head and token: how many tokens had been seen when it was evicted.
+
+    A query sees a token only if it was fed before that.
+    """
+
+    def __init__(self) -> None:
+        self._died: dict[int, Tensor] = {}
+
+    def look(self, cache: Cache) -> None:
+        """Note which rows are gone from a cache."""
+        for number, layer in enumerate(cache.layers):
+            if isinstance(layer, KVLayer) and layer.keys is not None:
+                self._look(number, layer)
+
+    def _look(self, number: int, layer: KVLayer) -> None:
+        columns, seen = layer.columns, layer.get_seq_length()
+        batch, kv_heads, _ = columns.shape
+        died = torch.full((batch, kv_heads, seen), _NEVER)
+        old = self._died.get(number)
+        if old is not None:
+            if batch % old.shape[0] == 0:
+                old = old.repeat_interleave(batch // old.shape[0], dim=0)
+            shared = min(seen, old.shape[-1])
+            died[..., :shared] = old[:batch, :, :shared]
+        gone = torch.ones(batch, kv_heads, seen, dtype=torch.bool)
+        gone.scatter_(2, columns.cpu(), False)
+        died[gone & (died == _NEVER)] = seen
+        self._died[number] = died
+
+    def evicted(self, layer_idx: int) -> int:
+        """How many rows of a layer are gone, over batch and heads."""
+        return int((self._died[layer_idx] < _NEVER).sum())
+
+    def visible(self, layer_idx: int, batch: int, q_len: int, kv_len: int) -> Tensor | None:
+        """batch x kv_heads x q_len x kv_len; None for a layer without evictions."""
+        died = self._died.get(layer_idx)
+        if died is None:
+            return None
+        if died.shape[0] != batch:
+            died = died.repeat_interleave(batch // died.shape[0], dim=0)
+        missing = kv_len - died.shape[-1]
+        if missing > 0:
+            died = torch.nn.functional.pad(died, (0, missing), value=_NEVER)
+        fed = torch.arange(kv_len - q_len, kv_len)
+        return fed[:, None] < died[:, :, None, :kv_len]
+
+
+@contextmanager
+def record(session: Any) -> Iterator[Evictions]:
+    """Note the evictions of a session's caches after every forward; one generate at a time."""
+    evictions = Evictions()
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        if session.cache is not None:
+            evictions.look(session.cache)
+
+    handle = session.model.register_forward_hook(after)
+    try:
+        yield evictions
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
+    """Run `model` uncompressed, in eager attention, with the recorded evictions masked out."""
+    original = AttentionInterface.get_interface
+
+    def get_interface(self: Any, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = original(self, name, default)
+
+        def attend(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        ) -> Any:
+            batch, heads, q_len, _ = query.shape
+            visible = evictions.visible(module.layer_idx, batch, q_len, key.shape[2])
+            if visible is not None:
+                visible = visible.repeat_interleave(heads // visible.shape[1], dim=1)
+                hidden = torch.finfo(query.dtype).min
+                extra = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, hidden)
+                mask = extra if mask is None else (mask + extra).clamp_(min=hidden)
+            return function(module, query, key, value, mask, **kwargs)
+
+        return attend
+
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original
+        model.set_attn_implementation(before)

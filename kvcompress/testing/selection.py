@@ -1,0 +1,123 @@
+"""For tests of policies, yours included: one selection on bare tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float32, Int, Int64
+from torch import Tensor
+
+from kvcompress.errors import ShapeError, UnsupportedModeError
+from kvcompress.plugins import policy_from
+from kvcompress.policy import LayerView, Policy
+from kvcompress.selection import final_scores, select_rows
+from kvcompress.tensors import positions_of
+
+
+def kept_positions(
+    policy: Policy | str | Mapping[str, Any],
+    query: Float[Tensor, "batch heads q_len head_dim"],
+    key: Float[Tensor, "batch kv_heads kv_len head_dim"],
+    value: Float[Tensor, "batch kv_heads kv_len value_dim"],
+    *,
+    scaling: float | None = None,
+    attention_mask: Int[Tensor, "batch kv_len"] | None = None,
+    layer_idx: int = 0,
+    num_layers: int = 1,
+) -> Int64[Tensor, "batch kv_heads kept"]:
+    """What a policy keeps of one prompt: ascending columns of `key`, per row and KV head.
+
+    Args:
+        policy: A policy, or its string or dict form.
+        query: After RoPE: the queries of the prompt's last `q_len` tokens.
+        key: After RoPE; all tokens of the prompt.
+        value: All tokens of the prompt.
+        scaling: Factor on the logits; 1/sqrt(head_dim) if not given.
+        attention_mask: 1 for real tokens; padding at the left only.
+        layer_idx: Among the hosted layers.
+        num_layers: Hosted layers.
+
+    Returns:
+        All columns if nothing is evicted; -1 at the left where a row keeps fewer real tokens.
+
+    Raises:
+        UnsupportedModeError: Padding that is not at the left, or rows of unequal length under
+            `keep_ratio`.
+    """
+    policy = policy_from(policy)
+    view, lengths = _view(
+        policy, query, key, value, scaling, attention_mask, layer_idx, num_layers
+    )
+    if policy.keep_ratio is not None and min(lengths) != max(lengths):
+        raise UnsupportedModeError(
+            f"keep_ratio={policy.keep_ratio} gives rows of {min(lengths)} to {max(lengths)} tokens "
+            "different budgets. Use capacity, or equal lengths."
+        )
+    kept = min(policy.budget(max(lengths), layer_idx, num_layers), view.held)
+    columns = torch.arange(view.held, device=key.device).expand_as(view.positions)
+    index = columns if kept == view.held else select_rows(policy, view, kept)
+    return torch.where(view.valid.gather(2, index), index, -1)
+
+
+def scores(
+    policy: Policy | str | Mapping[str, Any],
+    query: Float[Tensor, "batch heads q_len head_dim"],
+    key: Float[Tensor, "batch kv_heads kv_len head_dim"],
+    value: Float[Tensor, "batch kv_heads kv_len value_dim"],
+    *,
+    scaling: float | None = None,
+    attention_mask: Int[Tensor, "batch kv_len"] | None = None,
+    layer_idx: int = 0,
+    num_layers: int = 1,
+) -> Float32[Tensor, "batch kv_heads kv_len"]:
+    """How a policy scores one prompt: `+inf` where protected, `-inf` on padding.
+
+    Arguments as for `kept_positions`.
+    """
+    policy = policy_from(policy)
+    view, _ = _view(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
+    return final_scores(policy, view)
+
+
+def _view(
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    layer_idx: int,
+    num_layers: int,
+) -> tuple[LayerView, list[int]]:
+    batch, kv_heads, kv_len, head_dim = key.shape
+    if query.shape[2] > kv_len:
+        raise ShapeError(
+            f"query has {query.shape[2]} tokens and key {kv_len}: give the last queries only."
+        )
+    policy.check_layers(num_layers)
+    pads, lengths = None, [kv_len]
+    if attention_mask is not None:
+        real = attention_mask.bool()
+        pads = (~real).long().cumprod(1).sum(1)
+        lengths = real.sum(1).tolist()
+        if any(length + pad != kv_len for length, pad in zip(lengths, pads.tolist(), strict=True)):
+            raise UnsupportedModeError("attention_mask must have its zeros at the left of a row.")
+    columns = torch.arange(kv_len, device=key.device).expand(batch, kv_heads, kv_len)
+    positions = positions_of(columns, pads)
+    facts: dict[str, Any] = {
+        "key": key,
+        "value": value,
+        "positions": positions,
+        "valid": positions >= 0,
+        "scaling": head_dim**-0.5 if scaling is None else scaling,
+        "layer_idx": layer_idx,
+        "num_layers": num_layers,
+        "seen": kv_len,
+        "phase": "prefill",
+    }
+    state: Mapping[str, Tensor] = {}
+    if "observe" in policy.needs:
+        state = policy.observe(LayerView(query=query, **facts))
+    wanted = policy.query_tokens(layer_idx, num_layers)
+    last = query[:, :, query.shape[2] - min(wanted, query.shape[2]) :]
+    return LayerView(query=last, state=state, **facts), lengths

@@ -1,0 +1,1 @@
+"""The built-in policies; a plugin like any other, using only kvcompress's public modules."""
