@@ -1,8 +1,13 @@
-"""The commands that this package adds to the command line."""
+"""The commands that this package adds to the command line; imports no torch."""
+
+import typer
 
 from kvcompress.hookspecs import hookimpl
 
 
 @hookimpl
-def kvcompress_commands(app: object) -> None:
-    """None yet."""
+def kvcompress_commands(app: typer.Typer) -> None:
+    """Demo and benchmarks."""
+    from kvcompress_eval.demo import demo
+
+    app.command()(demo)

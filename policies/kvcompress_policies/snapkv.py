@@ -42,7 +42,7 @@ def _odd(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 class SnapKVPolicy(Policy):
-    """Keep, per KV head, the window and the rows that the window attends to most.
+    """Keeps the prompt's last tokens and, per KV head, what they attend to most.
 
     When a prompt ends, its last `window_size` queries (the observation window) vote with their
     attention; votes are summed over the window, combined over the query heads of a KV head, pooled

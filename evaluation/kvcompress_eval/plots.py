@@ -1,0 +1,45 @@
+"""Pictures of results; the only file that imports matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from torch import Tensor
+
+from kvcompress_eval.needle import Needle
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402  # the backend must be chosen first
+
+
+def plot_kept(
+    runs: Sequence[tuple[str, Tensor]], needle: Needle, path: Path, title: str
+) -> None:
+    """Which prompt positions every run kept: x position, y layer, colour share of KV heads."""
+    figure, axes = plt.subplots(
+        len(runs), 1, figsize=(11, 1.2 + 1.35 * len(runs)), sharex=True, layout="constrained"
+    )
+    image = None
+    for axis, (label, kept) in zip(axes, runs, strict=True):
+        layers, prompt = kept.shape
+        image = axis.imshow(
+            kept,
+            aspect="auto",
+            interpolation="none",
+            vmin=0,
+            vmax=1,
+            cmap="magma_r",
+            extent=(0, prompt, layers - 0.5, -0.5),
+        )
+        axis.set_title(label, fontsize=9, loc="left")
+        axis.set_ylabel("layer")
+        axis.axvspan(needle.first, needle.last + 1, color="tab:cyan", alpha=0.35, lw=0)
+        for edge in (needle.first, needle.last + 1):
+            axis.axvline(edge, color="tab:blue", lw=0.8)
+    axes[-1].set_xlabel("position in the prompt (tokens); the number is between the blue lines")
+    figure.suptitle(title, fontsize=11)
+    assert image is not None
+    figure.colorbar(image, ax=list(axes), label="share of KV heads that kept it")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,44 @@
+"""When tokens arrive: the time of a prefill and of each decode step of one `generate` call."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+
+class TimedStreamer(BaseStreamer):  # type: ignore[misc]
+    """Notes when `generate` delivers tokens, and passes them on to another streamer if given.
+
+    `generate` hands over the prompt before prefill and every token as soon as it is known, so the
+    first interval is prefill and the others are decode steps. Not for beams.
+    """
+
+    def __init__(self, inner: Any = None) -> None:
+        self._inner = inner
+        self._marks: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then one token a call."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._marks.append(time.perf_counter())
+        if self._inner is not None:
+            self._inner.put(value)
+
+    def end(self) -> None:
+        """Generation is over."""
+        if self._inner is not None:
+            self._inner.end()
+
+    @property
+    def prefill_seconds(self) -> float:
+        """From the start to the first token."""
+        return self._marks[1] - self._marks[0]
+
+    @property
+    def decode_seconds(self) -> list[float]:
+        """For every further token."""
+        marks = self._marks[1:]
+        return [later - earlier for earlier, later in zip(marks, marks[1:], strict=False)]

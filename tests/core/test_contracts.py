@@ -1,0 +1,538 @@
+"""The contracts that need no oracle: identity, bounds, isolation, traces, memory."""
+
+import copy
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+
+POLICY = "snapkv:capacity=24:window_size=6"
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def full(model, inputs, **options):
+    options = {**GREEDY, **options}
+    return model.generate(
+        **inputs, **options, return_dict_in_generate=True, output_logits=True
+    )
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [(5,), (30,), (30, 11, 3)], ids=["short", "single", "padded"])
+def test_capacity_not_reached_changes_no_bit(make_model, prompt, attn, lengths):
+    from kvcompress import press
+
+    model, inputs = make_model("llama", attn), prompt(*lengths)
+    plain = full(model, inputs)
+    for policy in ("snapkv:capacity=30:window_size=16", "snapkv:capacity=4096", "snapkv"):
+        with press(model, policy) as session:
+            ours = full(model, inputs)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, plain.logits, strict=True))
+        assert session.report().held_tokens == session.report().seen_tokens
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_prefill_logits_are_those_of_the_plain_model(make_model, prompt, attn):
+    from kvcompress import press
+
+    model, inputs = make_model("llama", attn), prompt(80, 50)
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with press(model, POLICY) as session:
+            ours = model(**inputs).logits
+    assert torch.equal(ours, plain)
+    assert {layer.held_tokens for layer in session.report().layers} == {24}
+
+
+def test_rows_of_a_batch_equal_rows_alone(make_model, prompt):
+    from kvcompress import press
+
+    model, batch = make_model(), prompt(70, 41, 18, 2)
+    with press(model, POLICY):
+        together = full(model, batch)
+    for row in range(4):
+        real = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row, real][None]
+        with press(model, POLICY):
+            alone = full(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        assert torch.equal(together.sequences[row, -8:], alone.sequences[0, -8:])
+        for a, b in zip(together.logits, alone.logits, strict=True):
+            assert (a[row] - b[0]).abs().max() < 1e-4
+        for mine, its in zip(
+            together.past_key_values.layers, alone.past_key_values.layers, strict=True
+        ):
+            kept = its.positions[0]
+            assert torch.equal(mine.positions[row][:, -kept.shape[-1] :], kept)
+            assert (mine.positions[row][:, : -kept.shape[-1]] == -1).all()
+
+
+def test_extra_left_padding_and_row_order_change_nothing(make_model, prompt):
+    from kvcompress import press
+
+    model, batch = make_model(), prompt(70, 41)
+    padded = {
+        "input_ids": torch.nn.functional.pad(batch["input_ids"], (9, 0)),
+        "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (9, 0)),
+    }
+    flipped = {name: rows.flip(0) for name, rows in batch.items()}
+    with press(model, POLICY):
+        base, more, swapped = full(model, batch), full(model, padded), full(model, flipped)
+    assert torch.equal(base.sequences[:, -8:], more.sequences[:, -8:])
+    assert torch.equal(base.sequences, swapped.sequences.flip(0))
+    for a, b, c in zip(base.logits, more.logits, swapped.logits, strict=True):
+        assert (a - b).abs().max() < 1e-4
+        assert (a - c.flip(0)).abs().max() < 1e-4
+
+
+def test_held_is_capacity_plus_generated_at_every_step(make_model, prompt):
+    from kvcompress import press
+
+    model = make_model()
+    with press(model, "snapkv:capacity=20/33/70:window_size=6") as session:
+        full(model, prompt(60, 44), max_new_tokens=20)
+    report = session.report()
+    prefill, *decode = report.history
+    assert prefill == (60, 20 + 33 + 60)
+    assert decode == [(60 + n, 20 + 33 + 60 + 3 * n) for n in range(1, 20)]
+    assert [layer.held_tokens for layer in report.layers] == [39, 52, 79]
+
+
+def test_kept_rows_are_ascending_and_hold_the_window(make_model, prompt):
+    from kvcompress import press
+
+    model = make_model()
+    with press(model, POLICY):
+        output = full(model, prompt(70))
+    for layer in output.past_key_values.layers:
+        positions = layer.positions
+        assert (positions.diff(dim=-1) > 0).all()
+        assert torch.equal(positions[0, 0, -13:], torch.arange(64, 77))
+
+
+def test_two_generates_and_interleaved_caches_do_not_meet(make_model, prompt):
+    from kvcompress import press
+
+    model, first, second = make_model(), prompt(70, seed=1), prompt(55, seed=2)
+    with press(model, POLICY) as session:
+        a, b, again = full(model, first), full(model, second), full(model, first)
+    assert torch.equal(a.sequences, again.sequences)
+    assert [report.layers[0].seen_tokens for report in session.reports] == [77, 62, 77]
+    with press(model, POLICY), torch.no_grad():
+        one = model(**first)
+        two = model(**second)
+        step_one = model(a.sequences[:, 70:71], past_key_values=one.past_key_values)
+        step_two = model(b.sequences[:, 55:56], past_key_values=two.past_key_values)
+    assert torch.allclose(step_one.logits[:, -1], a.logits[1], atol=1e-4)
+    assert torch.allclose(step_two.logits[:, -1], b.logits[1], atol=1e-4)
+
+
+def test_second_turn_with_the_kept_cache(make_model, prompt):
+    """Full ids, or the new ones with a full mask: the same, and only new tokens are fed."""
+    from kvcompress import press
+    from kvcompress.testing import oracle, record
+
+    model, inputs = make_model(), prompt(70, 41)
+    more = torch.randint(1, 101, (2, 9))
+    results = []
+    for only_new in (False, True):
+        with press(model, POLICY) as session, record(session) as evictions:
+            first = full(model, inputs)
+            ids = torch.cat([first.sequences, more], dim=1)
+            mask = torch.cat([inputs["attention_mask"], torch.ones(2, 17, dtype=torch.long)], 1)
+            unseen = ids[:, 77:] if only_new else ids
+            second = full(
+                model,
+                {"input_ids": unseen, "attention_mask": mask},
+                past_key_values=first.past_key_values,
+            )
+        assert session.report().layers[0].seen_tokens == 87 + 7
+        assert session.report().layers[0].held_tokens == 24 + 7
+        results.append((second, evictions, ids, mask))
+    assert torch.equal(results[0][0].sequences[:, -8:], results[1][0].sequences[:, -8:])
+    second, evictions, ids, mask = results[0]
+    with oracle(model, evictions), torch.no_grad():
+        from transformers import DynamicCache
+
+        # Both turns in the forwards in which they were really fed.
+        cache = DynamicCache(config=model.config)
+        fed = [(0, 70), *((at, at + 1) for at in range(70, 77)), (77, 87)]
+        position = mask.cumsum(1) - 1
+        for start, stop in fed:
+            step = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=position[:, start:stop].clamp(min=0),
+                past_key_values=cache,
+            )
+    assert (step.logits[:, -1] - second.logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("later, held", [("revote", 24), ("append", 24 + 7 + 24)])
+def test_later_turns(make_model, prompt, later, held):
+    from kvcompress import press
+
+    model = make_model()
+    with press(model, f"{POLICY}:later_turns={later}") as session:
+        first = full(model, prompt(70))
+        ids = torch.cat([first.sequences, torch.randint(1, 101, (1, 40))], dim=1)
+        second = full(model, {"input_ids": ids}, past_key_values=first.past_key_values)
+    assert session.report().layers[1].held_tokens == held + 7
+    positions = second.past_key_values.layers[1].positions
+    assert (positions.diff(dim=-1) > 0).all()
+    if later == "append":
+        before = first.past_key_values.layers[1].positions  # the same cache, further on
+        assert torch.equal(before, positions)
+        assert (positions[0, 0] < 77).sum() == 24 + 7
+
+
+def test_append_after_short_padded_rows_is_refused(make_model, prompt):
+    from kvcompress import UnsupportedModeError, press
+
+    model = make_model()
+    inputs = prompt(70, 10)
+    with press(model, f"{POLICY}:later_turns=append"):
+        first = full(model, inputs)
+        ids = torch.cat([first.sequences, torch.randint(1, 101, (2, 40))], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 48, dtype=torch.long)], dim=1)
+        with pytest.raises(UnsupportedModeError, match="revote"):
+            full(
+                model,
+                {"input_ids": ids, "attention_mask": mask},
+                past_key_values=first.past_key_values,
+            )
+
+
+def test_feeding_twice_is_refused_and_loses_nothing(make_model, prompt):
+    from kvcompress import CompressedCache, PressStateError, press
+
+    model, inputs = make_model(), prompt(70)
+    with press(model, POLICY), torch.no_grad():
+        cache = model(**inputs).past_key_values
+        before = [layer.keys.clone() for layer in cache.layers]
+        with pytest.raises(PressStateError, match="second time"):
+            full(model, inputs, past_key_values=cache)
+        with pytest.raises(PressStateError, match="starts at position 3"):
+            model(
+                inputs["input_ids"][:, 3:9],
+                past_key_values=cache,
+                position_ids=torch.arange(3, 9)[None],
+            )
+        assert all(torch.equal(a, b.keys) for a, b in zip(before, cache.layers, strict=True))
+        longer = torch.cat([inputs["input_ids"], torch.tensor([[5]])], dim=1)
+        full(model, {"input_ids": longer}, past_key_values=cache)
+    with torch.no_grad():
+        cache = CompressedCache(model, POLICY, prompt_length=70)
+        model(**inputs, past_key_values=cache)
+        with pytest.raises(PressStateError, match="starts at position 0"):
+            model(
+                inputs["input_ids"],
+                past_key_values=cache,
+                position_ids=torch.arange(70)[None],
+            )
+        assert cache.get_seq_length() == 70
+
+
+def test_context_leaves_no_trace(make_model, prompt, no_trace):
+    from kvcompress import press
+
+    model, inputs = make_model(), prompt(70)
+    plain = full(model, inputs).sequences
+    names = set(vars(model)), set(vars(model.model))
+    config = model.config.to_dict()
+    with pytest.raises(ZeroDivisionError), press(model, POLICY):
+        full(model, inputs)
+        raise ZeroDivisionError
+    assert (set(vars(model)), set(vars(model.model))) == names
+    assert model.config.to_dict() == config
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not model.model._forward_hooks and not model.model._forward_pre_hooks
+    assert torch.equal(full(model, inputs).sequences, plain)
+
+
+def test_interrupted_forward(make_model, prompt):
+    """An error in the middle of a forward: the cache says so, a new one works."""
+    from kvcompress import PressStateError, press
+
+    model, inputs = make_model(), prompt(70)
+
+    def fail(module, args, kwargs):
+        raise ZeroDivisionError
+
+    with press(model, POLICY), torch.no_grad():
+        expected = full(model, inputs).sequences
+        cache = model(**inputs).past_key_values
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(fail, with_kwargs=True)
+        try:
+            with pytest.raises(ZeroDivisionError):
+                model(inputs["input_ids"][:, :1], past_key_values=cache)
+        finally:
+            handle.remove()
+        with pytest.raises(PressStateError, match="broke off after 2 of 3"):
+            model(inputs["input_ids"][:, :1], past_key_values=cache)
+        assert torch.equal(full(model, inputs).sequences, expected)
+
+
+def test_cache_outlives_its_context(make_model, prompt):
+    from kvcompress import press
+
+    model, inputs = make_model(), prompt(70)
+    step = torch.tensor([[7]])
+    with press(model, "snapkv:capacity=24/30/70:window_size=6") as session, torch.no_grad():
+        cache = model(**inputs).past_key_values
+        twin = copy.deepcopy(cache)
+        inside = model(step, past_key_values=twin).logits
+    with torch.no_grad():
+        outside = model(step, past_key_values=cache).logits
+    assert torch.equal(inside, outside)
+    assert session.report().layers[0].held_tokens == 25
+
+
+def test_hook_free_equals_press(make_model, prompt, no_trace):
+    from kvcompress import CompressedCache, press
+
+    model, inputs = make_model(), prompt(70, 33)
+    with press(model, POLICY):
+        pressed = full(model, inputs)
+    cache = CompressedCache(model, POLICY)
+    free = full(model, inputs, past_key_values=cache)
+    assert torch.equal(pressed.sequences, free.sequences)
+    assert free.past_key_values is cache
+    for a, b in zip(pressed.past_key_values.layers, cache.layers, strict=True):
+        assert torch.equal(a.positions, b.positions)
+    assert str(cache.policy) == POLICY
+    del pressed, free, cache, a, b
+
+
+@pytest.mark.parametrize("ending", ["one token", "end_prefill", "prompt_length"])
+@pytest.mark.parametrize("chunks", [[70], [40, 30], [20, 20, 20, 10]])
+def test_hook_free_loops(make_model, prompt, ending, chunks):
+    """A prompt fed by hand in several calls keeps the same rows as in one."""
+    from kvcompress import CompressedCache, press
+
+    model, inputs = make_model(), prompt(70, 33)
+    mask = inputs["attention_mask"]
+    with press(model, POLICY):
+        expected = full(model, inputs, max_new_tokens=2)
+    length = 70 if ending == "prompt_length" else None
+    cache = CompressedCache(model, POLICY, prompt_length=length)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    start = 0
+    with torch.no_grad():
+        for size in chunks:
+            model(
+                inputs["input_ids"][:, start : start + size],
+                attention_mask=mask[:, : start + size],
+                position_ids=position[:, start : start + size],
+                past_key_values=cache,
+            )
+            start += size
+        if ending == "end_prefill":
+            cache.end_prefill()
+        held = {layer.held_tokens for layer in cache.report().layers}
+        assert held == ({70} if ending == "one token" else {24})
+        step = model(
+            expected.sequences[:, 70:71],
+            attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1),
+            position_ids=position[:, -1:] + 1,
+            past_key_values=cache,
+        )
+    assert {layer.held_tokens for layer in cache.report().layers} == {25}
+    for mine, its in zip(cache.layers, expected.past_key_values.layers, strict=True):
+        assert torch.equal(mine.positions, its.positions)
+    assert (step.logits[:, -1] - expected.logits[1]).abs().max() < 1e-4
+
+
+def test_crop(make_model, prompt):
+    from kvcompress import CompressedCache, UnsupportedModeError
+
+    model, inputs = make_model(), prompt(70)
+    extra = torch.randint(1, 101, (1, 5))
+    cache = CompressedCache(model, POLICY)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        with pytest.raises(UnsupportedModeError, match="end_prefill"):
+            cache.crop(-1)
+        cache.end_prefill()
+        before = copy.deepcopy(cache)
+        for token in extra[0]:
+            model(token[None, None], past_key_values=cache)
+        cache.crop(-5)
+        assert cache.get_seq_length() == 70
+        for a, b in zip(cache.layers, before.layers, strict=True):
+            assert torch.equal(a.keys, b.keys) and torch.equal(a.positions, b.positions)
+        cache.crop(-3)  # into the window, which is held whole
+        assert torch.equal(cache.layers[0].positions[0, 0, -3:], torch.arange(64, 67))
+        with pytest.raises(UnsupportedModeError, match="reaches back past"):
+            cache.crop(-30)
+
+
+def test_reset_and_reuse(make_model, prompt):
+    from kvcompress import CompressedCache
+
+    model, inputs = make_model(), prompt(70)
+    cache = CompressedCache(model, POLICY)
+    first = full(model, inputs, past_key_values=cache).sequences
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(full(model, inputs, past_key_values=cache).sequences, first)
+    assert {layer.held_tokens for layer in cache.report().layers} == {24 + 7}
+
+
+def test_threads_with_caches_of_their_own(make_model, prompt):
+    from kvcompress import CompressedCache
+
+    model = make_model()
+    policies = [None, POLICY, "snapkv:capacity=12:window_size=4"]
+    inputs = [prompt(70, seed=seed) for seed in range(3)]
+
+    def run(number):
+        policy = policies[number]
+        cache = None if policy is None else CompressedCache(model, policy)
+        return full(model, inputs[number], past_key_values=cache).sequences
+
+    alone = [run(number) for number in range(3)]
+    together = [[] for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda n=n: [together[n].append(run(n)) for _ in range(4)])
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for expected, results in zip(alone, together, strict=True):
+        assert len(results) == 4
+        assert all(torch.equal(expected, result) for result in results)
+
+
+def test_press_covers_other_threads(make_model, prompt):
+    from transformers import TextIteratorStreamer
+
+    from kvcompress import press
+
+    class Ids:
+        def decode(self, ids, **_):
+            return " ".join(map(str, ids)) + " "
+
+    model, inputs = make_model(), prompt(70)
+    with press(model, POLICY) as session:
+        expected = full(model, inputs).sequences[0, 70:].tolist()
+        streamer = TextIteratorStreamer(Ids(), skip_prompt=True)
+        options = {**inputs, **GREEDY, "streamer": streamer}
+        thread = threading.Thread(target=model.generate, kwargs=options)
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+    assert text.split() == [str(token) for token in expected]
+    assert len(session.reports) == 2
+    assert session.report().layers[0].held_tokens == 24 + 7
+
+
+def test_copies_of_a_model_in_a_context_are_plain(prompt):
+    from kvcompress import press
+    from kvcompress.testing import tiny_model
+
+    model, inputs = tiny_model(), prompt(70)
+    plain = full(model, inputs).sequences
+    with press(model, POLICY) as session:
+        twin = copy.deepcopy(model)
+        stored = pickle.loads(pickle.dumps(model))
+        assert torch.equal(full(twin, inputs).sequences, plain)
+        assert torch.equal(full(stored, inputs).sequences, plain)
+        assert not session.reports
+
+
+def test_inner_model_called_by_itself_is_compressed(make_model, prompt):
+    from kvcompress import press
+
+    model, inputs = make_model(), prompt(70)
+    with press(model, POLICY) as session, torch.no_grad():
+        model.model(**inputs)
+    assert {layer.held_tokens for layer in session.report().layers} == {24}
+
+
+def test_forward_without_cache_passes_through(make_model, prompt):
+    from kvcompress import PressStateError, press
+
+    model, inputs = make_model(), prompt(70)
+    with press(model, POLICY) as session, torch.no_grad():
+        assert model(**inputs, use_cache=False).past_key_values is None
+        with pytest.raises(PressStateError, match="not called"):
+            session.report()
+
+
+def test_training_step_with_a_compressed_prompt(prompt):
+    """Gradients flow through the kept rows."""
+    from kvcompress import press
+    from kvcompress.testing import tiny_model
+
+    model, inputs = tiny_model(), prompt(70)
+    with press(model, POLICY):
+        first = model(**inputs)
+        second = model(torch.tensor([[3, 4]]), past_key_values=first.past_key_values)
+        second.logits.sum().backward()
+    grad = model.model.layers[0].self_attn.k_proj.weight.grad
+    assert grad is not None and grad.abs().sum() > 0
+
+
+def test_inference_mode_cache_used_outside(make_model, prompt):
+    from kvcompress import CompressedCache
+
+    model, inputs = make_model(), prompt(70)
+    cache = CompressedCache(model, POLICY)
+    with torch.inference_mode():
+        full(model, inputs, past_key_values=cache)
+    with torch.no_grad():
+        model(torch.tensor([[3]]), past_key_values=cache)
+    assert cache.get_seq_length() == 78
+
+
+def test_evicted_bytes_are_released(prompt):
+    """Storage is what the report says, bounded by slack; nothing of the full prompt stays."""
+    from kvcompress import press
+    from kvcompress.testing import tiny_model
+
+    model = tiny_model(num_hidden_layers=4, hidden_size=128)
+    with press(model, "snapkv:capacity=300:window_size=8") as session, torch.no_grad():
+        cache = model(**prompt(2000, 1500)).past_key_values
+    report = session.report()
+    gc.collect()
+    live = {}
+    for thing in gc.get_objects():
+        # type, not isinstance: looking at some lazy objects warns.
+        if type(thing) is torch.Tensor and thing.ndim == 4 and thing.shape[2] >= 300:
+            storage = thing.untyped_storage()
+            live[storage.data_ptr()] = storage.nbytes()
+    rows = 2 * 2 * 16 * 4 * 2  # batch, KV heads, head_dim, bytes, key and value
+    assert report.held_bytes == 4 * 300 * rows
+    assert report.dense_bytes == 4 * 2000 * rows
+    kv = sum(layer._keys.nbytes + layer._values.nbytes for layer in cache.layers)
+    assert sum(live.values()) <= kv == 4 * (300 + 256) * rows
+    columns = 4 * 2 * 2 * 300 * 4
+    assert report.allocated_bytes == kv + columns
+
+
+def test_report(make_model, prompt):
+    import json
+
+    from kvcompress import press
+
+    model = make_model()
+    with press(model, POLICY) as session:
+        full(model, prompt(70))
+    report = session.report()
+    assert session.cache is None or report.hosted_layers == 3
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["policy"] == POLICY
+    assert data["held_tokens"] == 3 * 31 and data["seen_tokens"] == 3 * 77
+    assert data["layers"][2]["layer_idx"] == 2 and data["layers"][2]["hosted"]
+    assert data["compression"] == pytest.approx(77 / 31)
+    assert data["policy_seconds"] > 0
+    text = str(report)
+    assert "3 of 3 layers hosted" in text and "0-2" in text and "2.5x" in text
+    del session
+    gc.collect()
+    assert report.layers[0].held_tokens == 31
