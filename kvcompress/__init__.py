@@ -1,4 +1,4 @@
-"""KV-cache compression for Hugging Face transformers; nothing heavy is imported until it is used."""
+"""KV-cache compression for Hugging Face transformers; nothing heavy is imported before its use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvcompress.hosting import CompressedCache
     from kvcompress.plugins import policy_from
     from kvcompress.policy import LayerView, Policy
-    from kvcompress.press import Session, press
     from kvcompress.report import LayerReport, Report
+    from kvcompress.session import Session, press
 
 __version__ = "0.1.0"
 
@@ -59,9 +59,9 @@ _LAZY = {
     "LayerView": "policy",
     "Policy": "policy",
     "Report": "report",
-    "Session": "press",
+    "Session": "session",
     "policy_from": "plugins",
-    "press": "press",
+    "press": "session",
 }
 
 

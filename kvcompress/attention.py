@@ -91,7 +91,7 @@ def announce(layer: HostedLayer) -> None:
 def withdraw() -> HostedLayer | None:
     """The layer that was announced and not yet attended to, if any; forgets it."""
     pending, _thread.pending = _thread.pending, None
-    return pending and pending()
+    return None if pending is None else pending()
 
 
 def current_generation() -> Generation | None:
@@ -135,20 +135,17 @@ def _drop_lease(key: int) -> None:
 def _install() -> None:
     if _originals:
         return
-    _originals[AttentionInterface] = AttentionInterface.get_interface
-    _originals[GenerationMixin] = GenerationMixin.generate
-    AttentionInterface.get_interface = _wrap_interface(AttentionInterface.get_interface)
-    GenerationMixin.generate = _wrap_generate(GenerationMixin.generate)
+    for owner, name, wrap in _PATCHES:
+        _originals[owner] = getattr(owner, name)
+        setattr(owner, name, wrap(_originals[owner]))
 
 
 def _uninstall() -> None:
     # A method that somebody else wrapped meanwhile is left alone: ours inside is inert.
-    interface = _originals.pop(AttentionInterface, None)
-    if getattr(AttentionInterface.get_interface, "__wrapped__", None) is interface:
-        AttentionInterface.get_interface = interface
-    generate = _originals.pop(GenerationMixin, None)
-    if getattr(GenerationMixin.generate, "__wrapped__", None) is generate:
-        GenerationMixin.generate = generate
+    for owner, name, _ in _PATCHES:
+        original = _originals.pop(owner, None)
+        if getattr(getattr(owner, name), "__wrapped__", None) is original:
+            setattr(owner, name, original)
 
 
 def _wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +183,12 @@ def _prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         if isinstance(candidate, Tensor) and candidate.ndim in (2, 3):
             return candidate.shape[1]
     return None
+
+
+_PATCHES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (AttentionInterface, "get_interface", _wrap_interface),
+    (GenerationMixin, "generate", _wrap_generate),
+)
 
 
 @torch.compiler.disable
@@ -245,7 +248,8 @@ def _fit_block_mask(mask: Any, kv_len: int) -> Any:
     shift, rule = columns - kv_len, mask.mask_mod
 
     def shifted(row: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return rule(row, head, q_idx, kv_idx + shift)
+        visible: Tensor = rule(row, head, q_idx, kv_idx + shift)
+        return visible
 
     return create_block_mask(
         shifted, batch, heads, q_len, kv_len, mask.kv_indices.device, BLOCK_SIZE=mask.BLOCK_SIZE
@@ -273,7 +277,7 @@ def visible_to_last(mask: Any, batch: int, kv_len: int) -> Bool[Tensor, "batch k
     if mask.ndim == 2:
         return mask.bool()
     if mask.ndim == 4:
-        last_row = mask[:, 0, -1]
+        last_row: Tensor = mask[:, 0, -1]
         if last_row.dtype != torch.bool:
             last_row = last_row > torch.finfo(last_row.dtype).min / 2
         return last_row.expand(batch, kv_len)

@@ -43,7 +43,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self.counts = state.counts[index]
         self._lease = lease
         self._forget()
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record_past = False
 
     def _forget(self) -> None:
@@ -58,7 +58,7 @@ class KVLayer(DynamicLayer, HostedLayer):
     # Storage. `keys` and `values` are properties because inherited code reads and assigns them.
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         """Held keys, batch x kv_heads x held x head_dim: a view of the buffer."""
         return None if self._keys is None else self._keys[:, :, : self.counts.held]
 
@@ -67,7 +67,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._keys = rows if rows is not None and rows.ndim == 4 else None
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         """Held values, batch x kv_heads x held x head_dim: a view of the buffer."""
         return None if self._values is None else self._values[:, :, : self.counts.held]
 
@@ -79,6 +79,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Take over the rows of a layer that was filled before it was hosted."""
         if not layer.is_initialized or layer.keys is None or layer.keys.ndim != 4:
             return
+        assert layer.values is not None
         self.lazy_initialization(layer.keys, layer.values)
         self._keys, self._values = layer.keys, layer.values
         self.counts.held = self.counts.seen = layer.keys.shape[2]
@@ -143,8 +144,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         held = self.counts.held
         need = held + rows.shape[2]
         if buffer is None or held == 0:
-            # A prompt is likely to be cut at once: no slack yet, and no longer life for the caller's
-            # tensor either.
+            # No slack: a prompt is likely to be cut at once. A copy: the caller owns its rows.
             return rows.clone(memory_format=torch.contiguous_format)
         if torch.is_grad_enabled() and (buffer.requires_grad or rows.requires_grad):
             return torch.cat([buffer[:, :, :held], rows], dim=2)
@@ -211,6 +211,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if state.plan is not Plan.EVICT_BEFORE:
             return call.key, call.value
         index = self._choose("prefill", self._recent, call.key, call.value, trailing=new)
+        self._forget_queries()
         if index is None:
             return call.key, call.value
         self.keep(index)
@@ -233,13 +234,12 @@ class KVLayer(DynamicLayer, HostedLayer):
             trailing = self.counts.seen - state.turn.end
             self._remember(call.query[:, :, : call.query.shape[2] - trailing])
             index = self._choose("prefill", self._recent, call.key, call.value, trailing)
+            self._forget_queries()
             if index is not None:
                 self.keep(index)
         elif state.plan is Plan.DECODE and "decode" in state.policy.phases:
             self._remember(call.query)
             self._decode(call)
-        if "decode" not in state.policy.phases and not state.turn.open:
-            self._recent = None
         if self.index == state.num_layers - 1:
             state.end_forward()
 
@@ -258,9 +258,9 @@ class KVLayer(DynamicLayer, HostedLayer):
         if keys is None or values is None:
             return
         index = self._choose("prefill", self._recent, keys, values, trailing=0)
+        self._forget_queries()
         if index is not None:
             self.keep(index)
-        self._recent = None
 
     def _remember(self, query: Tensor) -> None:
         """Keep the last queries of the turn that the policy will read."""
@@ -273,6 +273,10 @@ class KVLayer(DynamicLayer, HostedLayer):
         recent = recent[:, :, -wanted:]
         # A view would keep the queries of the whole prompt alive until the next forward.
         self._recent = recent if self._votes_now() else recent.clone()
+
+    def _forget_queries(self) -> None:
+        if "decode" not in self.state.policy.phases:
+            self._recent = None
 
     def _votes_now(self) -> bool:
         state = self.state

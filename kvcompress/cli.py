@@ -119,7 +119,7 @@ def _answer(
 
     from transformers import TextStreamer
 
-    from kvcompress.press import press
+    from kvcompress.session import press
     from kvcompress.timing import TimedStreamer
 
     printer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -173,9 +173,7 @@ def policies(
             table.add_row(field, str(default).lower(), info.description or "")
         console.print(table)
     for distribution, error in sorted(registry().broken.items()):
-        console.print(
-            f"[red]broken plugin[/red] {distribution}: {type(error).__name__}: {error}"
-        )
+        console.print(f"[red]broken plugin[/red] {distribution}: {type(error).__name__}: {error}")
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """Every error that kvcompress raises.
 
-    KVCompressError
-    ├── PolicyConfigError     (also ValueError)    a policy's fields are wrong, or do not fit the model
-    ├── UnknownPolicyError                         no installed policy has that name
-    ├── DuplicatePolicyError                       two installed plugins claim one name
-    ├── PluginLoadError                            a plugin is installed but broken
-    ├── UnsupportedModelError                      the model cannot be hosted
-    ├── UnsupportedCacheError                      the cache cannot be hosted
-    ├── UnsupportedModeError                       this way of calling the model cannot be hosted
-    ├── PressStateError       (also RuntimeError)  calls in an order that would give wrong results
-    ├── MissingModelError                          the embedded default model is not installed
-    └── ShapeError            (also ValueError)    tensors whose shapes do not fit together
+KVCompressError
+├── PolicyConfigError     (also ValueError)    a policy's fields are wrong, or do not fit the model
+├── UnknownPolicyError                         no installed policy has that name
+├── DuplicatePolicyError                       two installed plugins claim one name
+├── PluginLoadError                            a plugin is installed but broken
+├── UnsupportedModelError                      the model cannot be hosted
+├── UnsupportedCacheError                      the cache cannot be hosted
+├── UnsupportedModeError                       this way of calling the model cannot be hosted
+├── PressStateError       (also RuntimeError)  calls in an order that would give wrong results
+├── MissingModelError                          the embedded default model is not installed
+└── ShapeError            (also ValueError)    tensors whose shapes do not fit together
 """
 
 

@@ -1,7 +1,11 @@
 """Which models and caches can be hosted, and how a cache comes to be hosted."""
 
+import functools
+import logging
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -12,16 +16,34 @@ from kvcompress.errors import (
     PolicyConfigError,
     PressStateError,
     UnsupportedCacheError,
-    UnsupportedModelError,
     UnsupportedModeError,
+    UnsupportedModelError,
 )
 from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
 from kvcompress.report import Report
 from kvcompress.state import CacheState
 
+logger = logging.getLogger(__name__)
+
+TRIED_TRANSFORMERS = ("5.4", "5.24")
+"""Oldest and newest minor release of transformers that the tests are run on."""
+
 OWN_MASKS = {"doge": "it computes its own attention mask from the cached values"}
 """Model types whose attention passes the seam and would still go wrong."""
+
+
+@functools.cache
+def _note_version() -> None:
+    """Say once that this release of transformers was not tried."""
+    oldest, newest = (Version(version) for version in TRIED_TRANSFORMERS)
+    current = Version(transformers.__version__)
+    if not oldest.release <= current.release[:2] <= newest.release:
+        logger.warning(
+            "kvcompress was tried with transformers %s to %s; this is %s.",
+            *TRIED_TRANSFORMERS,
+            transformers.__version__,
+        )
 
 
 def hostable_model(model: nn.Module) -> PreTrainedModel:
@@ -30,6 +52,7 @@ def hostable_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: It cannot be hosted; the message says why.
     """
+    _note_version()
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     name = type(model).__name__
     if inner is None:
@@ -117,8 +140,9 @@ def host_cache(
     indices = hosted_layers(model.config)
     fresh = DynamicCache(config=model.config).layers
     layers = [*cache.layers, *fresh[len(cache.layers) :]]
+    plain = {i: layer for i, layer in enumerate(layers) if type(layer) is DynamicLayer}
     for index in indices:
-        if type(layers[index]) is not DynamicLayer:
+        if index not in plain:
             raise UnsupportedCacheError(
                 f"Layer {index} of the cache is a {type(layers[index]).__name__}, but this layer "
                 "of the model has full attention and needs a DynamicLayer. Pass "
@@ -136,7 +160,7 @@ def host_cache(
     lease = Lease()
     for number, index in enumerate(indices):
         layer = KVLayer(state, number, lease)
-        layer.adopt(layers[index])
+        layer.adopt(plain[index])
         layers[index] = layer
     if len({count.seen for count in state.counts}) > 1:
         raise UnsupportedCacheError(

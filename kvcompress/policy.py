@@ -127,7 +127,9 @@ class Policy(BaseModel):
                 return {**data, "capacity": cls.default_capacity}
         return data
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Policy":
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> "Policy":
         """A copy with some fields replaced; validated, unlike pydantic's own."""
         fields = {**self.model_dump(), **(update or {})}
         if "keep_ratio" in (update or {}) and "capacity" not in (update or {}):
@@ -179,10 +181,11 @@ class Policy(BaseModel):
         return int(value[layer_idx] if isinstance(value, tuple) else value)
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse per-layer lists that do not fit a model.
+        """Refuse fields that do not fit a model.
 
         Raises:
-            PolicyConfigError: A list's length is not `num_layers`.
+            PolicyConfigError: A list's length is not `num_layers`, or a layer's capacity leaves no
+                room beside the rows that are always kept.
         """
         for name in sorted(self.per_layer):
             value = getattr(self, name)
@@ -190,6 +193,14 @@ class Policy(BaseModel):
                 raise PolicyConfigError(
                     f"{self.name}: {name} lists {len(value)} values, but the model has "
                     f"{num_layers} full-attention layers. Give one value, or {num_layers}."
+                )
+        for layer in range(num_layers if self.keep_ratio is None else 0):
+            fixed = self.protected_tokens(layer, num_layers)
+            if self.at("capacity", layer) <= fixed:
+                raise PolicyConfigError(
+                    f"{self.name}: capacity={self.at('capacity', layer)} in layer {layer} leaves "
+                    f"no room beside the {fixed} tokens that are always kept. Use a capacity "
+                    f"above {fixed}."
                 )
 
     def changed_fields(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from kvcompress.attention import AttentionCall, current_generation, visible_to_last
 from kvcompress.errors import (
     PressStateError,
-    UnsupportedModelError,
     UnsupportedModeError,
+    UnsupportedModelError,
 )
 from kvcompress.policy import Policy
 from kvcompress.report import History, LayerCounts, Report, make_report
@@ -236,6 +236,4 @@ class CacheState:
 
     def report(self) -> Report:
         """The numbers as they are now."""
-        return make_report(
-            self.policy.to_string(), self.model_layers, self.counts, self.history
-        )
+        return make_report(self.policy.to_string(), self.model_layers, self.counts, self.history)

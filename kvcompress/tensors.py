@@ -45,7 +45,7 @@ def reduce_groups(
     heads = scores.shape[-2]
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot be shared evenly by {kv_heads} KV heads.")
-    grouped = scores.unflatten(-2, (kv_heads, heads // kv_heads))
+    grouped: Tensor = scores.unflatten(-2, (kv_heads, heads // kv_heads))
     if how == "max":
         return grouped.amax(dim=-2)
     return grouped.mean(dim=-2) if how == "mean" else grouped.sum(dim=-2)

@@ -1,5 +1,6 @@
 """When tokens arrive: the time of a prefill and of each decode step of one `generate` call."""
 
+import itertools
 import time
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 
-class TimedStreamer(BaseStreamer):  # type: ignore[misc]
+class TimedStreamer(BaseStreamer):
     """Notes when `generate` delivers tokens, and passes them on to another streamer if given.
 
     `generate` hands over the prompt before prefill and every token as soon as it is known, so the
@@ -41,4 +42,4 @@ class TimedStreamer(BaseStreamer):  # type: ignore[misc]
     def decode_seconds(self) -> list[float]:
         """For every further token."""
         marks = self._marks[1:]
-        return [later - earlier for earlier, later in zip(marks, marks[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(marks)]

@@ -13,8 +13,8 @@ RUNS = (
     ("SnapKV 1024", "snapkv:capacity=1024"),
     ("SnapKV 512", "snapkv:capacity=512"),
     ("SnapKV 256", "snapkv:capacity=256"),
-    ("SnapKV 512, max pooling over 13", "snapkv:capacity=512:kernel_size=13:pooling=max"),
-    ("SnapKV 256, max pooling over 13", "snapkv:capacity=256:kernel_size=13:pooling=max"),
+    ("SnapKV 512, max 13", "snapkv:capacity=512:kernel_size=13:pooling=max"),
+    ("SnapKV 256, max 13", "snapkv:capacity=256:kernel_size=13:pooling=max"),
 )
 
 
@@ -33,6 +33,7 @@ def demo(
     """Hide a number in essays and ask for it: full cache against SnapKV."""
     import torch
     import transformers
+    from rich import box
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
@@ -43,6 +44,7 @@ def demo(
     from kvcompress_eval.needle import make_needle
     from kvcompress_eval.plots import plot_kept
 
+    transformers.utils.logging.disable_progress_bar()
     console = Console()
     with Progress(console=console) as progress:
         task = progress.add_task("loading the model", total=len(RUNS) + 1)
@@ -56,39 +58,46 @@ def demo(
         for label, policy in RUNS:
             progress.update(task, description=label)
             chosen = None if policy is None else policy_from(policy)
-            run = timed_run(loaded, input_ids, chosen, max_new_tokens=24)
+            run = timed_run(loaded, input_ids, chosen, max_new_tokens=16)
             results.append((label, policy, run))
             progress.advance(task)
         progress.update(task, description="done")
     prompt = input_ids.shape[1]
     table = Table(
         title=f"Prompt of {prompt} tokens; the number {needle.answer} is hidden at token "
-        f"{needle.first}."
+        f"{needle.first}.",
+        box=box.SIMPLE_HEAD,
     )
-    for heading in ("cache", "answer", "", "held / seen", "MiB", "prefill s", "decode ms/token"):
-        table.add_column(heading, justify="left" if heading in ("cache", "answer") else "right")
+    for heading in ("cache", "answer", "", "held/seen", "MiB", "prefill", "decode"):
+        named = heading in ("cache", "answer")
+        table.add_column(heading, justify="left" if named else "right", no_wrap=True)
     records = []
     for label, policy, run in results:
-        answer = tokenizer.decode(run.tokens, skip_special_tokens=True).strip()
-        right = needle.answer in answer
+        answer = str(tokenizer.decode(run.tokens, skip_special_tokens=True)).strip()
+        right = needle.is_answered_by(answer)
         table.add_row(
             label,
             answer,
             "[green]right[/green]" if right else "[red]wrong[/red]",
-            f"{run.held_tokens} / {run.seen_tokens}",
+            f"{run.held_tokens}/{run.seen_tokens}",
             f"{run.cache_bytes / 2**20:.1f}",
-            f"{run.prefill_seconds:.1f}",
-            f"{run.decode_ms:.0f}",
+            f"{run.prefill_seconds:.1f} s",
+            f"{run.decode_ms:.0f} ms",
         )
         fields = {key: value for key, value in asdict(run).items() if key != "kept"}
-        records.append({"label": label, "policy": policy, "answer": answer, "right": right, **fields})
+        records.append(
+            {"label": label, "policy": policy, "answer": answer, "right": right, **fields}
+        )
     console.print(table)
+    console.print("max 13: kernel_size=13, pooling=max; the others: the authors' defaults.")
     pictures = [
         (f"{label}: {'right' if record['right'] else 'wrong'}", run.kept)
         for (label, _, run), record in zip(results, records, strict=True)
         if run.kept is not None
     ]
-    title = f"What SnapKV keeps of {prompt} tokens ({model}); the number {needle.answer} is asked for"
+    title = (
+        f"What SnapKV keeps of {prompt} tokens ({model}); the number {needle.answer} is asked for"
+    )
     plot_kept(pictures, needle, out, title)
     settings = {
         "model": model,

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcompress.policy import Policy
-from kvcompress.press import press
+from kvcompress.session import press
 from kvcompress.timing import TimedStreamer
 
 
@@ -54,6 +54,7 @@ def timed_run(
         stop: Stop at the end token; False generates the full length, for timing.
     """
     streamer = TimedStreamer()
+    generate: Any = model.generate
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(input_ids),
         "max_new_tokens": max_new_tokens,
@@ -64,20 +65,21 @@ def timed_run(
     if not stop:
         options["eos_token_id"] = None
     if policy is None:
-        output = model.generate(input_ids, **options)
-        layers = [layer for layer in output.past_key_values.layers if layer.keys is not None]
-        seen = output.past_key_values.get_seq_length()
+        output = generate(input_ids, **options)
+        cache = _cache_of(output)
+        layers = [layer for layer in cache.layers if layer.keys is not None]
+        seen = cache.get_seq_length()
         held = max(layer.keys.shape[2] for layer in layers)
         held_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         kept = None
     else:
         with press(model, policy) as session:
-            output = model.generate(input_ids, **options)
+            output = generate(input_ids, **options)
         report = session.report()
         seen = max(layer.seen_tokens for layer in report.layers)
         held = max(layer.held_tokens for layer in report.layers)
         held_bytes = report.held_bytes
-        kept = kept_share(output.past_key_values, input_ids.shape[1])
+        kept = kept_share(_cache_of(output), input_ids.shape[1])
     prompt = input_ids.shape[1]
     return Run(
         tokens=output.sequences[0, prompt:].tolist(),
@@ -88,6 +90,11 @@ def timed_run(
         decode_seconds=tuple(streamer.decode_seconds),
         kept=kept,
     )
+
+
+def _cache_of(output: Any) -> Any:
+    # Renamed in transformers 5.24.
+    return output.cache if "cache" in output else output.past_key_values
 
 
 def kept_share(cache: Any, prompt: int) -> Tensor:

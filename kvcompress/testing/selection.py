@@ -45,9 +45,7 @@ def kept_positions(
             `keep_ratio`.
     """
     policy = policy_from(policy)
-    view, lengths = _view(
-        policy, query, key, value, scaling, attention_mask, layer_idx, num_layers
-    )
+    view, lengths = _view(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
     if policy.keep_ratio is not None and min(lengths) != max(lengths):
         raise UnsupportedModeError(
             f"keep_ratio={policy.keep_ratio} gives rows of {min(lengths)} to {max(lengths)} tokens "

@@ -14,9 +14,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 def full(model, inputs, **options):
     options = {**GREEDY, **options}
-    return model.generate(
-        **inputs, **options, return_dict_in_generate=True, output_logits=True
-    )
+    return model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])

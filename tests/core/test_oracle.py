@@ -10,16 +10,12 @@ POLICY = "snapkv:capacity=24:window_size=6"
 def run(model, inputs, **options):
     options = {"max_new_tokens": 12, "do_sample": False, **options}
     torch.manual_seed(5)
-    return model.generate(
-        **inputs, **options, return_dict_in_generate=True, output_logits=True
-    )
+    return model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
 
 
 def assert_equal(ours, theirs, tolerance=1e-4):
     assert torch.equal(ours.sequences, theirs.sequences)
-    worst = max(
-        (a - b).abs().max().item() for a, b in zip(ours.logits, theirs.logits, strict=True)
-    )
+    worst = max((a - b).abs().max().item() for a, b in zip(ours.logits, theirs.logits, strict=True))
     assert worst < tolerance, worst
 
 

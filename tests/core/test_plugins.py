@@ -193,7 +193,9 @@ def test_all_plugins_broken(site):
     from kvcompress import PluginLoadError
 
     site.install("kvcompress-aaa", "raise RuntimeError('at import')")
-    with pytest.raises(PluginLoadError, match="kvcompress-aaa .* RuntimeError: at import"):
+    with pytest.raises(
+        PluginLoadError, match="kvcompress-aaa is installed but broken: RuntimeError"
+    ):
         site.registry().get("house")
 
 
@@ -229,7 +231,9 @@ def test_two_plugins_may_not_share_a_name(site, name):
     site.policy("mouse", "kvcompress-two")
     site.policy("cat")
     registry = site.registry()
-    with pytest.raises(DuplicatePolicyError, match="'mouse', from kvcompress-one and kvcompress-two"):
+    with pytest.raises(
+        DuplicatePolicyError, match="'mouse', from kvcompress-one and kvcompress-two"
+    ):
         registry.get(name)
     # Not only the first time.
     with pytest.raises(DuplicatePolicyError) as caught:
@@ -305,7 +309,11 @@ def test_an_entry_point_without_distribution_goes_by_its_module(site):
         Registry([missing]).get("gone")
 
 
-@pytest.mark.xfail(strict=True, reason="the answer is not looked at where errors are caught")
+@pytest.mark.xfail(
+    strict=True,
+    raises=AttributeError,
+    reason="the answer is not looked at where errors are caught",
+)
 def test_a_plugin_that_answers_with_something_else_breaks_only_itself(site):
     source = """
 from kvcompress import hookimpl

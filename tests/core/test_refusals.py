@@ -215,3 +215,39 @@ def test_prefilled_cache_is_adopted_and_other_caches_are_not(make_model, prompt)
 
     with press(model, POLICY), pytest.raises(UnsupportedCacheError, match="Mine"):
         model.generate(**inputs, max_new_tokens=2, past_key_values=Mine(config=model.config))
+
+
+def test_capacity_must_exceed_what_is_always_kept(make_model):
+    import torch as _torch
+
+    from kvcompress import Policy, PolicyConfigError, press
+
+    class Keeper(Policy):
+        name = "keeper"
+
+        def protected_tokens(self, layer_idx, num_layers):
+            return 8
+
+        def scores(self, view):
+            return _torch.zeros_like(view.positions, dtype=_torch.float32)
+
+    with pytest.raises(PolicyConfigError, match="capacity=8 in layer 0 leaves no room"):
+        press(make_model(), Keeper(capacity=8))
+    press(make_model(), Keeper(capacity=9))
+
+
+def test_untried_transformers_is_logged_once(make_model, monkeypatch, caplog):
+    import transformers
+
+    from kvcompress import hosting
+
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    hosting._note_version.cache_clear()
+    try:
+        hosting.hostable_model(make_model())
+        hosting.hostable_model(make_model())
+    finally:
+        hosting._note_version.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "kvcompress was tried with transformers 5.4 to 5.24; this is 5.99.0."
+    ]

@@ -281,9 +281,7 @@ def test_written_forms_read_back(values):
     assert json.loads(json.dumps(form)) == form
     # Canonical: exactly the fields that differ from the defaults, in both forms.
     plain = snapkv()
-    changed = {
-        name: value for name, value in policy if name != "capacity" or not policy.keep_ratio
-    }
+    changed = {name: value for name, value in policy if name != "capacity" or not policy.keep_ratio}
     changed = {name for name, value in changed.items() if value != getattr(plain, name)}
     assert set(form) - {"policy"} == changed
     assert {part.partition("=")[0] for part in text.split(":")[1:]} == changed
@@ -367,7 +365,9 @@ def test_neither_instance_nor_string_nor_dict(spec):
 def test_unknown_policy(spec):
     from kvcompress import KVCompressError, UnknownPolicyError, policy_from
 
-    with pytest.raises(UnknownPolicyError, match=r"No policy named .*Installed: .*snapkv") as caught:
+    with pytest.raises(
+        UnknownPolicyError, match=r"No policy named .*Installed: .*snapkv"
+    ) as caught:
         policy_from(spec)
     assert isinstance(caught.value, KVCompressError)
     assert "Did you mean" not in str(caught.value)

@@ -64,9 +64,7 @@ def pool(votes, kernel_size, pooling):
     return pooled
 
 
-def snapkv(
-    query, key, *, capacity, window_size, kernel_size, pooling, group_reduce, scaling
-):
+def snapkv(query, key, *, capacity, window_size, kernel_size, pooling, group_reduce, scaling):
     """One unpadded prompt: per KV head the scores of the prefix and the positions kept.
 
     Args:

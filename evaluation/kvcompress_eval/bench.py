@@ -1,0 +1,311 @@
+"""`kvcompress bench`: what compression costs and saves, as ratios within one run.
+
+Two things are measured in turn, never one after the other, since machines are shared; every ratio
+comes with the spread of its repetitions.
+"""
+
+import gc
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any
+
+import typer
+
+
+class What(StrEnum):
+    """The measurements."""
+
+    decode = "decode"
+    prefill = "prefill"
+    memory = "memory"
+    all = "all"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours against plain, measured side by side."""
+
+    name: str
+    unit: str
+    ours: float
+    plain: float
+    ratio: float
+    low: float
+    """First quartile of the pairwise ratios."""
+    high: float
+    """Third quartile."""
+    pairs: int
+
+
+def compare(name: str, unit: str, ours: list[float], plain: list[float]) -> Ratio:
+    """Ratio of medians, and the quartiles of the pairwise ratios."""
+    pairs = [a / b for a, b in zip(ours, plain, strict=True)]
+    low, _, high = quantiles(pairs, n=4) if len(pairs) > 1 else (pairs[0],) * 3
+    first, second = median(ours), median(plain)
+    return Ratio(name, unit, first, second, first / second, low, high, len(pairs))
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
+    """A decode step after compressing `length` tokens / one after a plain prompt of that budget.
+
+    One prefill each, then single steps in turn, so that both caches grow alike.
+    """
+    import torch
+
+    from kvcompress import CompressedCache
+
+    budget = policy.budget(length, 0, 1)
+    ids = _random_ids(model, length)
+    ours = CompressedCache(model, policy, prompt_length=length)
+    caches = {"ours": ours, "plain": None}
+    with torch.inference_mode():
+        _forward(model, ids, ours)
+        caches["plain"] = _cache_of(_forward(model, ids[:, :budget], None))
+        times: dict[str, list[float]] = {"ours": [], "plain": []}
+        token = ids[:, :1]
+        for step in range(steps + 3):
+            # Each goes first half of the time.
+            for name in ("ours", "plain") if step % 2 else ("plain", "ours"):
+                spent = _timed(partial(_forward, model, token, caches[name]))
+                if step >= 3:
+                    times[name].append(1000 * spent)
+    name = f"decode after {length} -> {budget} / after a plain prompt of {budget}"
+    return compare(name, "ms/token", times["ours"], times["plain"])
+
+
+def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
+    """Prefill with compression / plain prefill of the same prompt, in turn."""
+    import torch
+
+    from kvcompress import press
+
+    ids = _random_ids(model, length)
+    times: dict[str, list[float]] = {"ours": [], "plain": []}
+
+    def ours() -> None:
+        with press(model, policy):
+            _forward(model, ids, None)
+
+    def plain() -> None:
+        _forward(model, ids, None)
+
+    with torch.inference_mode():
+        _forward(model, ids[:, :64], None)
+        for repeat in range(repeats):
+            order = [("ours", ours), ("plain", plain)]
+            for name, call in order if repeat % 2 else reversed(order):
+                times[name].append(_timed(call))
+    name = f"prefill of {length} with {policy.name} / plain prefill"
+    return compare(name, "s", times["ours"], times["plain"])
+
+
+def memory_ratios(options: dict[str, Any], repeats: int) -> list[Ratio]:
+    """Peak and lasting memory of a prefill, each in a process of its own."""
+    grown: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
+    for repeat in range(repeats):
+        for name in ("ours", "plain") if repeat % 2 else ("plain", "ours"):
+            child = {**options, "policy": options["policy"] if name == "ours" else None}
+            command = [sys.executable, "-m", "kvcompress_eval.bench", json.dumps(child)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            grown[name].append(json.loads(done.stdout.splitlines()[-1]))
+    return [
+        compare(
+            f"{title} of a prefill of {options['length']}",
+            "MiB",
+            [each[key] for each in grown["ours"]],
+            [each[key] for each in grown["plain"]],
+        )
+        for key, title in (("peak", "peak memory"), ("lasting", "memory held after"))
+    ]
+
+
+def _child(options: dict[str, Any]) -> dict[str, float]:
+    """Memory that one prefill needs above what the loaded model takes, in MiB."""
+    import torch
+
+    from kvcompress import press
+    from kvcompress.models import load
+
+    torch.set_num_threads(options["threads"])
+    model, _ = load(options["model"], device=options["device"])
+    ids = _random_ids(model, options["length"])
+    policy = options["policy"]
+    with torch.inference_mode():
+        _forward(model, ids[:, :64], None)
+        gc.collect()
+        memory = _Memory(model.device)
+        if policy is None:
+            output = _forward(model, ids, None)
+        else:
+            with press(model, policy):
+                output = _forward(model, ids, None)
+        result = {"peak": memory.peak()}
+        cache = _cache_of(output)
+        del output
+        gc.collect()
+        result["lasting"] = memory.lasting()
+        assert cache.get_seq_length() == options["length"]
+    return result
+
+
+class _Memory:
+    """Growth since it was made: the allocator's on CUDA, the resident set's on the CPU."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._start = torch.cuda.memory_allocated()
+        else:
+            _trim()
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            self._start = _status("VmRSS")
+
+    def peak(self) -> float:
+        """MiB at most since the start."""
+        import torch
+
+        now = torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")
+        return (now - self._start) / 2**20
+
+    def lasting(self) -> float:
+        """MiB now."""
+        import torch
+
+        if self._cuda:
+            return (torch.cuda.memory_allocated() - self._start) / 2**20
+        _trim()
+        return (_status("VmRSS") - self._start) / 2**20
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, so that the resident set is what is in use."""
+    import ctypes
+
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {key}; memory is measured on Linux or CUDA only.")
+
+
+def _random_ids(model: Any, length: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, model.config.vocab_size, (1, length), generator=generator)
+    return ids.to(model.device)
+
+
+def _forward(model: Any, ids: Any, cache: Any) -> Any:
+    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _cache_of(output: Any) -> Any:
+    return output.cache if "cache" in output else output.past_key_values
+
+
+def bench(
+    what: Annotated[What, typer.Argument(help="Which measurement.")] = What.all,
+    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    policy: Annotated[
+        str, typer.Option(help="Policy, as name:field=value:...")
+    ] = "snapkv:capacity=512",
+    length: Annotated[int, typer.Option(min=64, help="Prompt tokens.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=2, help="Pairs of prefills.")] = 5,
+    steps: Annotated[int, typer.Option(min=5, help="Pairs of decode steps.")] = 60,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append the record to this JSONL file.")] = None,
+) -> None:
+    """Measure decode, prefill and memory against the plain model."""
+    import warnings
+
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    from kvcompress import __version__, policy_from
+    from kvcompress.models import load
+
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    torch.set_num_threads(threads)
+    chosen = policy_from(policy)
+    options = {
+        "model": model,
+        "policy": chosen.to_string(),
+        "length": length,
+        "device": device,
+        "threads": threads,
+    }
+    jobs: list[tuple[What, Callable[[], list[Ratio]]]] = []
+    if what in (What.memory, What.all):
+        jobs.append((What.memory, lambda: memory_ratios(options, max(2, repeats // 2))))
+    if what in (What.decode, What.prefill, What.all):
+        loaded, _ = load(model, device=device)
+        jobs.append((What.decode, lambda: [decode_ratio(loaded, chosen, length, steps)]))
+        jobs.append((What.prefill, lambda: [prefill_ratio(loaded, chosen, length, repeats)]))
+    ratios: list[Ratio] = []
+    console = Console()
+    wanted = [job for job in jobs if what in (job[0], What.all)]
+    for _, job in track(wanted, description="measuring", console=console):
+        ratios += job()
+    table = Table(title=f"{chosen} on {model}, {threads} threads")
+    for heading in ("measurement", "ours", "plain", "unit", "ratio", "quartiles", "pairs"):
+        table.add_column(heading)
+    for each in ratios:
+        table.add_row(
+            each.name,
+            f"{each.ours:.2f}",
+            f"{each.plain:.2f}",
+            each.unit,
+            f"{each.ratio:.3f}",
+            f"{each.low:.3f} to {each.high:.3f}",
+            str(each.pairs),
+        )
+    console.print(table)
+    if out is not None:
+        record = {
+            **options,
+            "kvcompress": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": f"{platform.machine()}, {threads} threads"
+            if not torch.cuda.is_available()
+            else torch.cuda.get_device_name(),
+            "ratios": [asdict(each) for each in ratios],
+        }
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    print(json.dumps(_child(json.loads(sys.argv[1]))))

@@ -1,0 +1,129 @@
+"""The command line on a tiny model saved to disk."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """A folder with a tiny model and a byte-level tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from kvcompress.testing import tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, **{letter: number for number, letter in enumerate(alphabet, 1)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    fast.chat_template = (
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    tiny_model(vocab_size=len(vocabulary)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def call(capfd, monkeypatch):
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def run(*arguments, stdin=None):
+        import io
+        import sys
+
+        from kvcompress.cli import main
+
+        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setattr(sys, "argv", ["kvcompress", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_policies_lists_every_field(call):
+    from kvcompress.plugins import registry
+
+    code, out, _ = call("policies")
+    assert code == 0
+    for name, entry in registry().policies.items():
+        assert name in out
+        for field in entry.policy.model_fields:
+            assert field in out
+
+
+def test_schema(call):
+    code, out, _ = call("policies", "--schema", "snapkv")
+    schema = json.loads(out)
+    assert code == 0
+    assert schema["properties"]["window_size"]["description"]
+    assert schema["additionalProperties"] is False
+
+
+def test_generate_from_file_and_stdin(call, saved_model, tmp_path):
+    text = "a long prompt, " * 20
+    file = tmp_path / "prompt.txt"
+    file.write_text(text)
+    options = ["--model", saved_model, "--max-new-tokens", 6]
+    options += ["--policy", "snapkv:capacity=40:window_size=8"]
+    code, from_file, err = call("generate", file, *options)
+    assert code == 0
+    assert f"{len(text) + len('[user][assistant]')} prompt tokens" in err.replace("\n", " ")
+    assert "45 of" in err
+    code, from_stdin, _ = call("generate", *options, stdin=text)
+    assert (code, from_stdin) == (0, from_file)
+    code, _, err = call("generate", file, *options, "--no-chat")
+    assert code == 0 and f"{len(text)} prompt tokens" in err.replace("\n", " ")
+
+
+def test_compare_shows_both(call, saved_model, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("a long prompt, " * 20)
+    code, out, _ = call(
+        "generate", file, "--model", saved_model, "--compare", "--max-new-tokens", 5,
+        "--policy", "snapkv:capacity=40:window_size=8", "--sample", "--temperature", "0.7",
+    )  # fmt: skip
+    assert code == 0
+    assert "compressed" in out and "uncompressed" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "snapvk"], "Did you mean 'snapkv'"),
+        (["--policy", "snapkv:capacity=8"], "window_size=32 must be smaller"),
+        (["--policy", "snapkv:windw_size=8"], "Did you mean 'window_size'"),
+    ],
+)
+def test_errors_are_one_message(call, arguments, message, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("text")
+    code, out, err = call("generate", file, *arguments)
+    assert code == 1 and out == ""
+    assert message in err and err.startswith("error: ") and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("arguments", "stdin"), [(["nowhere.txt"], None), (["-"], "  \n")])
+def test_prompts_that_are_not_there(call, arguments, stdin):
+    code, out, err = call("generate", *arguments, stdin=stdin)
+    assert code == 2 and out == "" and ("not a file" in err or "empty" in err)
+
+
+def test_help_names_all_commands(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    for command in ("generate", "policies", "demo", "bench"):
+        assert command in out
