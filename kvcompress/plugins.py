@@ -89,6 +89,13 @@ class Registry:
         if self._policies is None:
             found: dict[str, list[PolicyEntry]] = {}
             for distribution, classes in self._call("kvcompress_policies"):
+                strange = [thing for thing in classes if not _is_policy(thing)]
+                if strange:
+                    self.broken[distribution] = PluginLoadError(
+                        f"kvcompress_policies() of {distribution} returned {strange[0]!r}; it must "
+                        "return subclasses of kvcompress.Policy that have a name."
+                    )
+                    continue
                 for policy in classes:
                     entry = PolicyEntry(policy, distribution)
                     found.setdefault(policy.name, []).append(entry)
@@ -125,6 +132,13 @@ class Registry:
             f"No policy named {name!r}.{hint} Installed: {', '.join(policies)}.{broken} "
             "Others: pip install kvcompress-NAME."
         )
+
+
+def _is_policy(thing: Any) -> bool:
+    from kvcompress.policy import Policy
+
+    named = isinstance(getattr(thing, "name", None), str)
+    return named and isinstance(thing, type) and issubclass(thing, Policy)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from kvcompress.errors import PolicyConfigError
 
 Phase = Literal["prefill", "decode"]
 PositiveInt = Annotated[int, Field(ge=1)]
-PerLayer = PositiveInt | tuple[PositiveInt, ...]
+PerLayer = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 """One value for all layers, or one value for each hosted layer."""
 
 _RESERVED = set(":=+/, ")

@@ -25,9 +25,10 @@ def final_scores(
             f"{policy.name}: scores() returned {scores.dtype} {tuple(scores.shape)}; it must "
             f"return torch.float32 {tuple(view.positions.shape)} (batch, kv_heads, held)."
         )
-    # Only protection and padding may be infinite, else a real row could tie with padding.
+    # Only protection and padding may be infinite, else a real row could tie with padding; NaN, as
+    # overflowing half precision gives, has no place in an order.
     bound = torch.finfo(torch.float32).max
-    scores = scores.clamp(-bound, bound)
+    scores = scores.nan_to_num(nan=-bound, posinf=bound, neginf=-bound)
     for rows in (policy.protected(view), keep_always):
         if rows is not None:
             scores = scores.masked_fill(rows, float("inf"))

@@ -27,11 +27,22 @@ def gather_rows(
 def top_positions(
     scores: Float32[Tensor, "batch kv_heads kv_len"], kept: int
 ) -> Int64[Tensor, "batch kv_heads {kept}"]:
-    """Columns of the `kept` highest scores of every head, ascending.
+    """Columns of the `kept` highest scores of every head, ascending; the earliest among equals.
 
-    Among equal scores the choice is torch's; which of several tied columns is kept is not defined.
+    A defined choice among equals makes a row of a batch equal to the row alone: pooled votes have
+    plateaus, and `torch.topk` breaks ties by where in memory they lie. `kept` is at least 1, and
+    scores are not NaN.
     """
-    return scores.topk(kept, dim=-1, sorted=False).indices.sort(dim=-1).values
+    cut = scores.topk(kept, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+    above, equal = scores > cut, scores == cut
+    missing = kept - above.sum(dim=-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=-1) <= missing))
+    # Every chosen column goes to its rank, the others to a last slot that is cut off: ascending
+    # without a sort, and without asking the device how many there are.
+    rank = torch.where(chosen, chosen.cumsum(dim=-1) - 1, kept)
+    columns = torch.arange(scores.shape[-1], device=scores.device).expand_as(rank)
+    out = columns.new_empty(*scores.shape[:-1], kept + 1)
+    return out.scatter_(-1, rank, columns)[..., :kept]
 
 
 def reduce_groups(

@@ -24,7 +24,7 @@ def pool_votes(
 
     Source: Li et al. 2024, arXiv:2404.14469, section 4.
     """
-    if pooling == "none":
+    if pooling == "none" or votes.shape[-1] == 0:
         return votes
     pool = functional.avg_pool1d if pooling == "avg" else functional.max_pool1d
     pooled: Tensor = pool(votes, kernel_size, stride=1, padding=kernel_size // 2)

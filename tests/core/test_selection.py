@@ -84,6 +84,13 @@ def test_padding_goes_before_any_real_row_even_if_protected(toy):
     assert select(toy(), view, 2, everything) == [[[3, 4]]]
 
 
+def test_rows_scored_nan_are_the_last_to_be_kept_but_for_padding(toy):
+    view = view_of([[[9, 9, 5, float("nan"), -1e30, 4]]], pads=(2,))
+    assert select(toy(), view, 3) == [[[2, 4, 5]]]
+    assert select(toy(), view, 4) == [[[2, 3, 4, 5]]]
+    assert select(toy(last=1), view, 1) == [[[5]]]
+
+
 def test_a_row_with_fewer_real_rows_keeps_padding_at_the_left(toy):
     view = view_of([[[1, 2, 3, 4, 5, 6]], [[9, 9, 9, 9, 5, 6]]], pads=(0, 4))
     first, second = select(toy(), view, 3)

@@ -170,7 +170,6 @@ def test_lists_are_checked_before_anything_is_kept():
             function(snapkv(window_size=[8, 8]), rows, rows, rows, layer_idx=0, num_layers=3)
 
 
-@pytest.mark.xfail(strict=True, reason="an empty list is taken for a list of layers")
 @pytest.mark.parametrize("name", ["capacity", "window_size", "kernel_size"])
 def test_an_empty_list_is_refused(name):
     with config_error("SnapKVPolicy: ", f"{name}=()"):
