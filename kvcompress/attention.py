@@ -246,13 +246,14 @@ def _fit_block_mask(mask: Any, kv_len: int) -> Any:
 
     batch, heads, q_len, columns = mask.shape
     shift, rule = columns - kv_len, mask.mask_mod
-
-    def shifted(row: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible: Tensor = rule(row, head, q_idx, kv_idx + shift)
-        return visible
-
     return create_block_mask(
-        shifted, batch, heads, q_len, kv_len, mask.kv_indices.device, BLOCK_SIZE=mask.BLOCK_SIZE
+        lambda row, head, q_idx, kv_idx: rule(row, head, q_idx, kv_idx + shift),
+        batch,
+        heads,
+        q_len,
+        kv_len,
+        mask.kv_indices.device,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
     )
 
 

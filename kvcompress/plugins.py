@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -120,7 +121,7 @@ class Registry:
         if name in policies:
             return policies[name].policy
         for distribution, error in self.broken.items():
-            if name.replace("_", "-") in distribution or len(policies) == 0:
+            if _plain(distribution) == f"kvcompress-{_plain(name)}" or not policies:
                 raise PluginLoadError(
                     f"Policy {name!r}: the plugin {distribution} is installed but broken: "
                     f"{type(error).__name__}: {error}"
@@ -132,6 +133,11 @@ class Registry:
             f"No policy named {name!r}.{hint} Installed: {', '.join(policies)}.{broken} "
             "Others: pip install kvcompress-NAME."
         )
+
+
+def _plain(name: str) -> str:
+    """A name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _is_policy(thing: Any) -> bool:
@@ -164,7 +170,7 @@ def policy_from(spec: "Policy | str | Mapping[str, Any]") -> "Policy":
     if isinstance(spec, Mapping):
         fields = dict(spec)
         name = fields.pop("policy", None)
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not all(isinstance(key, str) for key in fields):
             raise PolicyConfigError(
                 f"A policy's dict form needs its name under 'policy', as in "
                 f"{{'policy': 'snapkv', 'capacity': 512}}; got {dict(spec)!r}."

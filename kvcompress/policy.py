@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxtyping import Bool, Float, Int64
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from kvcompress.errors import PolicyConfigError
 
 Phase = Literal["prefill", "decode"]
-PositiveInt = Annotated[int, Field(ge=1)]
+
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false.")
+    return value
+
+
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_flag)]
 PerLayer = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 """One value for all layers, or one value for each hosted layer."""
 
@@ -238,7 +246,8 @@ class Policy(BaseModel):
         if text == "none" and type(None) in allowed and "none" not in allowed:
             return None
         if "/" in text:
-            return tuple(part for part in text.split("/") if part)
+            # A slash at the end marks a list of one.
+            return tuple(text.removesuffix("/").split("/"))
         return text
 
 
@@ -271,17 +280,23 @@ def _format(value: Any) -> str:
 def _explain(policy: type[Policy], error: ValidationError) -> str:
     """All faults of a configuration in one message."""
     lines = []
-    for fault in error.errors():
+    faults = error.errors()
+    # Of "one value or a list" only the alternative that was meant is worth explaining.
+    meant = [fault for fault in faults if fault["type"] not in ("int_type", "tuple_type")]
+    explained = {fault["loc"][:1] for fault in meant}
+    for fault in faults:
+        if fault not in meant and fault["loc"][:1] in explained:
+            continue
         where = str(fault["loc"][0]) if fault["loc"] else ""
         if fault["type"] == "extra_forbidden":
             known = sorted(policy.model_fields)
-            near = difflib.get_close_matches(where, known, n=1)
+            near = difflib.get_close_matches(where.lower(), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             line = f"no field {where!r}.{hint} Fields: {', '.join(known)}."
         else:
             message = fault["msg"].removeprefix("Value error, ")
             given = "" if not where else f"{where}={fault['input']!r}: "
-            line = f"{given}{message[0].lower() + message[1:]}"
+            line = f"{given}{message[0].lower() + message[1:].removesuffix('.')}."
         if line not in lines:
             lines.append(line)
     return f"{policy.__name__}: " + " ".join(lines)

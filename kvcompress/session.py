@@ -137,6 +137,8 @@ class Session:
             if not _will_cache(module, kwargs):
                 return
             cache = DynamicCache(config=self._model.config)
+            for name in ("cache", "past_key_values"):  # given as None
+                kwargs.pop(name, None)
             kwargs[_cache_argument(module)] = cache
         state = state_of(cache)
         if state is None or state not in self._states:

@@ -106,7 +106,7 @@ def attention_received(
     group = heads // kv_heads
     out = torch.zeros(batch, kv_heads, kv_len, dtype=torch.float32, device=key.device)
     # Logits of one KV head's group for one query, and the float32 copy of its keys.
-    query_bytes = 4 * group * kv_len
+    query_bytes = (4 * group + 1) * kv_len  # and the mask
     key_bytes = 0 if key.dtype == torch.float32 else 4 * kv_len * key.shape[-1]
     key_bytes *= key_heads // kv_heads
     per_head = key_bytes + query_bytes * q_len
@@ -151,6 +151,7 @@ def attention_received(
                 voting = visible[:, own][:, None, :, None]
                 logits.mul_(torch.where(voting, 1 / total, 0.0))
                 received += logits.sum(dim=2).flatten(0, 1)
+            del keys, logits  # before the next block makes its own
             out[row, first:last] = reduce_groups(received, last - first, group_reduce)
     return out
 

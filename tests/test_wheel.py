@@ -77,3 +77,22 @@ def test_wheel_works_in_a_fresh_venv(built, tmp_path):
     for name in ("policies", "evaluation", "tests"):
         done = subprocess.run([python, "-c", f"import {name}"], cwd="/", capture_output=True)
         assert done.returncode, f"the wheel made {name!r} importable"
+
+
+@pytest.mark.slow
+def test_full_install(built, tmp_path):
+    """What a stranger does: the wheel with all that it needs, in an empty environment."""
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    pip = [home / "bin" / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    run(*pip, "torch")
+    run(*pip, built[0])
+    out = run(home / "bin" / "kvcompress", "policies", cwd="/")
+    assert "snapkv" in out and "broken" not in out
+    code = (
+        "import torch; from kvcompress import press; from kvcompress.testing import tiny_model;"
+        "model = tiny_model(); session = press(model, 'snapkv:capacity=24:window_size=6');"
+        "session.__enter__(); model(torch.arange(60)[None]);"
+        "print(session.report().layers[0].held_tokens)"
+    )
+    assert run(home / "bin" / "python", "-c", code, cwd="/").split()[-1] == "24"

@@ -13,8 +13,8 @@ RUNS = (
     ("SnapKV 1024", "snapkv:capacity=1024"),
     ("SnapKV 512", "snapkv:capacity=512"),
     ("SnapKV 256", "snapkv:capacity=256"),
-    ("SnapKV 512, max 13", "snapkv:capacity=512:kernel_size=13:pooling=max"),
-    ("SnapKV 256, max 13", "snapkv:capacity=256:kernel_size=13:pooling=max"),
+    ("SnapKV 512 max13", "snapkv:capacity=512:kernel_size=13:pooling=max"),
+    ("SnapKV 256 max13", "snapkv:capacity=256:kernel_size=13:pooling=max"),
 )
 
 
@@ -67,6 +67,8 @@ def demo(
         title=f"Prompt of {prompt} tokens; the number {needle.answer} is hidden at token "
         f"{needle.first}.",
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for heading in ("cache", "answer", "", "held/seen", "MiB", "prefill", "decode"):
         named = heading in ("cache", "answer")
@@ -89,7 +91,7 @@ def demo(
             {"label": label, "policy": policy, "answer": answer, "right": right, **fields}
         )
     console.print(table)
-    console.print("max 13: kernel_size=13, pooling=max; the others: the authors' defaults.")
+    console.print("max13: kernel_size=13, pooling=max; the others: the authors' defaults.")
     pictures = [
         (f"{label}: {'right' if record['right'] else 'wrong'}", run.kept)
         for (label, _, run), record in zip(results, records, strict=True)

@@ -93,9 +93,10 @@ class SnapKVPolicy(Policy):
             capacity = capacities[layer % len(capacities)]
             window = windows[layer % len(windows)]
             if window >= capacity:
+                smaller = f", or window_size < {capacity}" if capacity > 1 else ""
                 raise ValueError(
                     f"window_size={window} must be smaller than capacity={capacity}, which "
-                    f"includes the window. Use capacity > {window}, or window_size < {capacity}."
+                    f"includes the window. Use capacity > {window}{smaller}."
                 )
         return self
 

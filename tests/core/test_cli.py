@@ -5,55 +5,6 @@ import json
 import pytest
 
 
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory):
-    """A folder with a tiny model and a byte-level tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from kvcompress.testing import tiny_model
-
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, **{letter: number for number, letter in enumerate(alphabet, 1)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
-    fast.chat_template = (
-        "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    fast.save_pretrained(folder)
-    tiny_model(vocab_size=len(vocabulary)).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def call(capfd, monkeypatch):
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def run(*arguments, stdin=None):
-        import io
-        import sys
-
-        from kvcompress.cli import main
-
-        monkeypatch.setenv("COLUMNS", "120")
-        monkeypatch.setattr(sys, "argv", ["kvcompress", *map(str, arguments)])
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
-
-
 def test_policies_lists_every_field(call):
     from kvcompress.plugins import registry
 
