@@ -7,15 +7,18 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY = $(VENV)/.ready
 FLOOR = $(VENV)-floor
 
-.PHONY: demo test check floor bench clean
+.PHONY: demo test check floor bench slow clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
 
-# Fast tests first, then those on real weights, then the slow ones.
+# Fast tests first, then those on real weights.
 test: $(READY)
 	$(BIN)/python -m pytest -q -m "not model and not slow"
 	$(BIN)/python -m pytest -q -m "model and not slow"
+
+# A full install of the wheel into an empty environment.
+slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow
 
 check: $(READY)
