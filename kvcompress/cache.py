@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
 from kvcompress.errors import UnsupportedModeError
 from kvcompress.policy import LayerView, Phase
-from kvcompress.selection import select_rows
+from kvcompress.selection import batch_budget, select_rows
 from kvcompress.state import CacheState, Plan
 from kvcompress.tensors import gather_rows, positions_of
 
@@ -319,7 +319,8 @@ class KVLayer(DynamicLayer, HostedLayer):
         rows = key.shape[2] - trailing
         earlier = 0
         if phase == "prefill":
-            counts.budget = policy.budget(state.prompt_tokens(), self.index, state.num_layers)
+            lengths = state.prompt_lengths()
+            counts.budget = batch_budget(policy, lengths, self.index, state.num_layers)
             if policy.later_turns == "append":
                 assert state.turn.end is not None
                 earlier = rows - (state.turn.end - state.turn.start)
@@ -434,7 +435,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._state = {name: change(rows) for name, rows in self._state.items()}
         state = self.state
         if self.index == 0 and state.pads is not None:
-            state.pads = change(state.pads)
+            state.set_padding(change(state.pads))
         self._account()
 
     def reset(self) -> None:

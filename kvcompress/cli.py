@@ -25,11 +25,6 @@ POLICY_HELP = "Policy, as name:field=value:...; `kvcompress policies` lists all.
 MODEL_HELP = "Hub id or path; smollm2 is the embedded default."
 
 
-@app.callback()
-def _commands() -> None:
-    """Keeps the commands named even if there is only one."""
-
-
 @app.command()
 def generate(
     prompt: Annotated[

@@ -1,12 +1,30 @@
 """From a policy's scores to the rows that stay: protection, padding, top-k."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
-from kvcompress.errors import PolicyConfigError
+from kvcompress.errors import PolicyConfigError, UnsupportedModeError
 from kvcompress.policy import LayerView, Policy
 from kvcompress.tensors import top_positions
+
+
+def batch_budget(policy: Policy, lengths: Sequence[int], layer_idx: int, num_layers: int) -> int:
+    """Rows that a layer keeps of a batch whose rows have `lengths` real tokens.
+
+    Raises:
+        UnsupportedModeError: The lengths differ and the policy keeps a ratio.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    if policy.keep_ratio is not None and shortest != longest:
+        raise UnsupportedModeError(
+            f"keep_ratio={policy.keep_ratio} gives the rows of this batch different budgets: their "
+            f"prompts have {shortest} to {longest} tokens. Use capacity, or a batch of equal "
+            "lengths."
+        )
+    return policy.budget(longest, layer_idx, num_layers)
 
 
 def final_scores(

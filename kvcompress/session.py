@@ -51,7 +51,7 @@ class Session:
         self.policy = policy
         self._model = hostable_model(model)
         policy.check_layers(len(hosted_layers(self._model.config)))
-        self._states: list[CacheState] = []
+        self._states: dict[CacheState, None] = {}  # in order of adoption
         self._cache: weakref.ref[Cache] | None = None
         self._undo: list[Any] = []
         self._lease: attention.Lease | None = None
@@ -127,7 +127,7 @@ class Session:
                 "There is nothing to report: the model was not called with a cache in this "
                 "context. Call model.generate(...) or model(...) inside it first."
             )
-        return self._states[-1].report()
+        return next(reversed(self._states)).report()
 
     def adopt(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Host the cache that `module` is called with; supply one if it would make its own."""
@@ -144,8 +144,7 @@ class Session:
         if state is None or state not in self._states:
             state = host_cache(cache, self._model, self.policy, forward_is_turn=True)
             with self._lock:
-                if state not in self._states:
-                    self._states.append(state)
+                self._states[state] = None
             self._cache = weakref.ref(cache)
 
 

@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from kvcompress.attention import AttentionCall, current_generation, visible_to_last
 from kvcompress.errors import (
     PressStateError,
+    ShapeError,
     UnsupportedModeError,
     UnsupportedModelError,
 )
 from kvcompress.policy import Policy
 from kvcompress.report import History, LayerCounts, Report, make_report
+from kvcompress.tensors import left_padding
 
 
 class Plan(Enum):
@@ -76,6 +77,7 @@ class CacheState:
         self.turn = Turn(0, prompt_length)
         self.plan = Plan.COLLECT
         self.pads: Tensor | None = None
+        self._pads_by_row: list[int] | None = None
         self.generation = 0
         self.updated = self.attended = 0
         self.since_eviction = 0
@@ -196,11 +198,11 @@ class CacheState:
             if not bool(visible[:, -new:].all()):
                 raise self._bad_padding()
             return
-        leading = (~visible).long().cumprod(1).sum(1)
-        rows = torch.stack([leading, visible.long().sum(1)]).tolist()
-        if any(pads + real != kv_len for pads, real in zip(*rows, strict=True)):
-            raise self._bad_padding()
-        self.pads = leading if any(rows[0]) else None
+        try:
+            pads, by_row = left_padding(visible)
+        except ShapeError:
+            raise self._bad_padding() from None
+        self.set_padding(pads if any(by_row) else None, by_row)
 
     @staticmethod
     def _bad_padding() -> UnsupportedModeError:
@@ -210,25 +212,23 @@ class CacheState:
             "into a row, and do not pad between turns."
         )
 
+    def set_padding(self, pads: Tensor | None, by_row: list[int] | None = None) -> None:
+        """New padding of the rows; `by_row` is the same on the host, if it is at hand."""
+        self.pads = pads
+        self._pads_by_row = by_row
+
     def pads_by_row(self) -> list[int]:
-        """Padding of every row of the batch; reading it waits for the device."""
-        return [0] if self.pads is None else self.pads.tolist()
+        """Padding of every row of the batch; waits for the device once after it has changed."""
+        if self.pads is None:
+            return [0]
+        if self._pads_by_row is None:
+            self._pads_by_row = self.pads.tolist()
+        return self._pads_by_row
 
-    def prompt_tokens(self) -> int:
-        """Real tokens of the longest row when the turn ends.
-
-        Raises:
-            UnsupportedModeError: The rows differ and the policy keeps a ratio.
-        """
-        pads = self.pads_by_row()
+    def prompt_lengths(self) -> list[int]:
+        """Real tokens of every row when the turn ends."""
         end = self.turn.end or 0
-        if self.policy.keep_ratio is not None and min(pads) != max(pads):
-            raise UnsupportedModeError(
-                f"keep_ratio={self.policy.keep_ratio} gives the rows of this batch different "
-                f"budgets: their prompts have {end - max(pads)} to {end - min(pads)} tokens. Use "
-                "capacity, or a batch of equal lengths."
-            )
-        return end - min(pads)
+        return [end - pads for pads in self.pads_by_row()]
 
     def end_forward(self) -> None:
         """The last hosted layer has attended."""

@@ -156,6 +156,20 @@ def attention_received(
     return out
 
 
+def left_padding(real: Bool[Tensor, "batch kv_len"]) -> tuple[Int64[Tensor, " batch"], list[int]]:
+    """Padding at the left of every row, on the device and read back; one wait for the device.
+
+    Raises:
+        ShapeError: A row has padding that is not at its left.
+    """
+    pads = (~real).long().cumprod(1).sum(1)
+    by_row, lengths = torch.stack([pads, real.long().sum(1)]).tolist()
+    kv_len = real.shape[1]
+    if any(pad + length != kv_len for pad, length in zip(by_row, lengths, strict=True)):
+        raise ShapeError("A row has padding that is not at its left.")
+    return pads, by_row
+
+
 def positions_of(
     columns: Int[Tensor, "batch kv_heads kv_len"], pads: Int[Tensor, " batch"] | None
 ) -> Int64[Tensor, "batch kv_heads kv_len"]:

@@ -9,6 +9,13 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 
+def clock() -> float:
+    """Seconds, once all work given to an accelerator is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class TimedStreamer(BaseStreamer):
     """Notes when `generate` delivers tokens, and passes them on to another streamer if given.
 
@@ -22,9 +29,7 @@ class TimedStreamer(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         """The prompt, then one token a call."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._marks.append(time.perf_counter())
+        self._marks.append(clock())
         if self._inner is not None:
             self._inner.put(value)
 

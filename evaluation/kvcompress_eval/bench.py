@@ -9,16 +9,17 @@ import json
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+Measured = TypeVar("Measured")
 
 
 class What(StrEnum):
@@ -54,16 +55,24 @@ def compare(name: str, unit: str, ours: list[float], plain: list[float]) -> Rati
     return Ratio(name, unit, first, second, first / second, low, high, len(pairs))
 
 
-def _timed(call: Callable[[], Any]) -> float:
-    import torch
+def in_turn(
+    times: int, ours: Callable[[], Measured], plain: Callable[[], Measured]
+) -> tuple[list[Measured], list[Measured]]:
+    """What both give, called in turn; each goes first half of the time."""
+    results: tuple[list[Measured], list[Measured]] = ([], [])
+    for turn in range(times):
+        order = [(results[0], ours), (results[1], plain)]
+        for found, call in order if turn % 2 else reversed(order):
+            found.append(call())
+    return results
 
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
+
+def _seconds(call: Callable[[], Any]) -> float:
+    from kvcompress.timing import clock
+
+    started = clock()
     call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
@@ -74,24 +83,23 @@ def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
     import torch
 
     from kvcompress import CompressedCache
+    from kvcompress_eval.measure import cache_of
 
     budget = policy.budget(length, 0, 1)
     ids = _random_ids(model, length)
-    ours = CompressedCache(model, policy, prompt_length=length)
-    caches = {"ours": ours, "plain": None}
+    compressed = CompressedCache(model, policy, prompt_length=length)
+
+    def step(cache: Any) -> float:
+        return 1000 * _seconds(lambda: _forward(model, ids[:, :1], cache))
+
     with torch.inference_mode():
-        _forward(model, ids, ours)
-        caches["plain"] = _cache_of(_forward(model, ids[:, :budget], None))
-        times: dict[str, list[float]] = {"ours": [], "plain": []}
-        token = ids[:, :1]
-        for step in range(steps + 3):
-            # Each goes first half of the time.
-            for name in ("ours", "plain") if step % 2 else ("plain", "ours"):
-                spent = _timed(partial(_forward, model, token, caches[name]))
-                if step >= 3:
-                    times[name].append(1000 * spent)
+        _forward(model, ids, compressed)
+        dense = cache_of(_forward(model, ids[:, :budget], None))
+        both = partial(in_turn, ours=lambda: step(compressed), plain=lambda: step(dense))
+        both(3)  # the first steps pay for growing the buffers
+        ours, plain = both(steps)
     name = f"decode after {length} -> {budget} / after a plain prompt of {budget}"
-    return compare(name, "ms/token", times["ours"], times["plain"])
+    return compare(name, "ms/token", ours, plain)
 
 
 def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
@@ -101,42 +109,40 @@ def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     from kvcompress import press
 
     ids = _random_ids(model, length)
-    times: dict[str, list[float]] = {"ours": [], "plain": []}
 
-    def ours() -> None:
+    def pressed() -> None:
         with press(model, policy):
             _forward(model, ids, None)
 
-    def plain() -> None:
-        _forward(model, ids, None)
-
     with torch.inference_mode():
         _forward(model, ids[:, :64], None)
-        for repeat in range(repeats):
-            order = [("ours", ours), ("plain", plain)]
-            for name, call in order if repeat % 2 else reversed(order):
-                times[name].append(_timed(call))
-    name = f"prefill of {length} with {policy.name} / plain prefill"
-    return compare(name, "s", times["ours"], times["plain"])
+        ours, plain = in_turn(
+            repeats,
+            lambda: _seconds(pressed),
+            lambda: _seconds(lambda: _forward(model, ids, None)),
+        )
+    return compare(f"prefill of {length} with {policy.name} / plain prefill", "s", ours, plain)
 
 
 def memory_ratios(options: dict[str, Any], repeats: int) -> list[Ratio]:
     """Peak and lasting memory of a prefill, each in a process of its own."""
-    grown: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
-    for repeat in range(repeats):
-        for name in ("ours", "plain") if repeat % 2 else ("plain", "ours"):
-            child = {**options, "policy": options["policy"] if name == "ours" else None}
-            command = [sys.executable, "-m", "kvcompress_eval.bench", json.dumps(child)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            grown[name].append(json.loads(done.stdout.splitlines()[-1]))
+
+    def grown(policy: str | None) -> dict[str, float]:
+        child = json.dumps({**options, "policy": policy})
+        command = [sys.executable, "-m", "kvcompress_eval.bench", child]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    ours, plain = in_turn(repeats, lambda: grown(options["policy"]), lambda: grown(None))
     return [
         compare(
-            f"{title} of a prefill of {options['length']}",
+            f"{title} a prefill of {options['length']}",
             "MiB",
-            [each[key] for each in grown["ours"]],
-            [each[key] for each in grown["plain"]],
+            [each[key] for each in ours],
+            [each[key] for each in plain],
         )
-        for key, title in (("peak", "peak memory"), ("lasting", "memory held after"))
+        for key, title in (("peak", "peak memory of"), ("lasting", "memory held after"))
     ]
 
 
@@ -146,6 +152,7 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
 
     from kvcompress import press
     from kvcompress.models import load
+    from kvcompress_eval.measure import cache_of
 
     torch.set_num_threads(options["threads"])
     model, _ = load(options["model"], device=options["device"])
@@ -161,7 +168,7 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
             with press(model, policy):
                 output = _forward(model, ids, None)
         result = {"peak": memory.peak()}
-        cache = _cache_of(output)
+        cache = cache_of(output)
         del output
         gc.collect()
         result["lasting"] = memory.lasting()
@@ -225,10 +232,6 @@ def _random_ids(model: Any, length: int) -> Any:
 
 def _forward(model: Any, ids: Any, cache: Any) -> Any:
     return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-def _cache_of(output: Any) -> Any:
-    return output.cache if "cache" in output else output.past_key_values
 
 
 def bench(

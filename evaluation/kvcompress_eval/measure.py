@@ -42,7 +42,6 @@ def timed_run(
     policy: Policy | None,
     *,
     max_new_tokens: int,
-    stop: bool = True,
 ) -> Run:
     """Generate greedily from one prompt.
 
@@ -51,7 +50,6 @@ def timed_run(
         input_ids: 1 x prompt.
         policy: None for the uncompressed cache.
         max_new_tokens: Length of the answer.
-        stop: Stop at the end token; False generates the full length, for timing.
     """
     streamer = TimedStreamer()
     generate: Any = model.generate
@@ -62,11 +60,9 @@ def timed_run(
         "streamer": streamer,
         "return_dict_in_generate": True,
     }
-    if not stop:
-        options["eos_token_id"] = None
     if policy is None:
         output = generate(input_ids, **options)
-        cache = _cache_of(output)
+        cache = cache_of(output)
         layers = [layer for layer in cache.layers if layer.keys is not None]
         seen = cache.get_seq_length()
         held = max(layer.keys.shape[2] for layer in layers)
@@ -79,7 +75,7 @@ def timed_run(
         seen = max(layer.seen_tokens for layer in report.layers)
         held = max(layer.held_tokens for layer in report.layers)
         held_bytes = report.held_bytes
-        kept = kept_share(_cache_of(output), input_ids.shape[1])
+        kept = kept_share(cache_of(output), input_ids.shape[1])
     prompt = input_ids.shape[1]
     return Run(
         tokens=output.sequences[0, prompt:].tolist(),
@@ -92,8 +88,8 @@ def timed_run(
     )
 
 
-def _cache_of(output: Any) -> Any:
-    # Renamed in transformers 5.24.
+def cache_of(output: Any) -> Any:
+    """The cache in a model's output; the field was renamed in transformers 5.24."""
     return output.cache if "cache" in output else output.past_key_values
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvcompress.errors import ShapeError, UnsupportedModeError
 from kvcompress.plugins import policy_from
 from kvcompress.policy import LayerView, Policy
-from kvcompress.selection import final_scores, select_rows
-from kvcompress.tensors import positions_of
+from kvcompress.selection import batch_budget, final_scores, select_rows
+from kvcompress.tensors import left_padding, positions_of
 
 
 def kept_positions(
@@ -46,12 +46,7 @@ def kept_positions(
     """
     policy = policy_from(policy)
     view, lengths = _view(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
-    if policy.keep_ratio is not None and min(lengths) != max(lengths):
-        raise UnsupportedModeError(
-            f"keep_ratio={policy.keep_ratio} gives rows of {min(lengths)} to {max(lengths)} tokens "
-            "different budgets. Use capacity, or equal lengths."
-        )
-    kept = min(policy.budget(max(lengths), layer_idx, num_layers), view.held)
+    kept = min(batch_budget(policy, lengths, layer_idx, num_layers), view.held)
     columns = torch.arange(view.held, device=key.device).expand_as(view.positions)
     index = columns if kept == view.held else select_rows(policy, view, kept)
     return torch.where(view.valid.gather(2, index), index, -1)
@@ -95,11 +90,13 @@ def _view(
     policy.check_layers(num_layers)
     pads, lengths = None, [kv_len]
     if attention_mask is not None:
-        real = attention_mask.bool()
-        pads = (~real).long().cumprod(1).sum(1)
-        lengths = real.sum(1).tolist()
-        if any(length + pad != kv_len for length, pad in zip(lengths, pads.tolist(), strict=True)):
-            raise UnsupportedModeError("attention_mask must have its zeros at the left of a row.")
+        try:
+            pads, by_row = left_padding(attention_mask.bool())
+        except ShapeError:
+            raise UnsupportedModeError(
+                "attention_mask must have its zeros at the left of a row."
+            ) from None
+        lengths = [kv_len - pad for pad in by_row]
     columns = torch.arange(kv_len, device=key.device).expand(batch, kv_heads, kv_len)
     positions = positions_of(columns, pads)
     facts: dict[str, Any] = {
