@@ -137,7 +137,13 @@ def test_drafts_are_refused_for_policies_that_evict_while_decoding(make_model, p
         press(model, counting(capacity=20)),
         pytest.raises(UnsupportedModeError, match="draft tokens"),
     ):
-        model.generate(**repeated, max_new_tokens=9, do_sample=False, prompt_lookup_num_tokens=4)
+        model.generate(
+            **repeated,
+            max_new_tokens=9,
+            do_sample=False,
+            prompt_lookup_num_tokens=4,
+            eos_token_id=100,  # older transformers need one here
+        )
 
 
 def test_observe_sees_no_more_than_its_view(make_model, prompt):
