@@ -271,7 +271,7 @@ def bench(
     }
     jobs: list[tuple[What, Callable[[], list[Ratio]]]] = []
     if what in (What.memory, What.all):
-        jobs.append((What.memory, lambda: memory_ratios(options, max(2, repeats // 2))))
+        jobs.append((What.memory, lambda: memory_ratios(options, repeats)))
     if what in (What.decode, What.prefill, What.all):
         loaded, _ = load(model, device=device)
         jobs.append((What.decode, lambda: [decode_ratio(loaded, chosen, length, steps)]))
