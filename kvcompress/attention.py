@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
-from kvcompress.errors import UnsupportedModeError
+from kvcompress.errors import PressStateError, UnsupportedModeError
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,20 @@ class Generation:
     """Length of the whole prompt in tokens, padding and earlier turns included, if known."""
     hosted: bool = False
     """Whether it has fed a hosted cache."""
+
+    def check_unfed(self, seen: int) -> None:
+        """Refuse a prompt that brings nothing beyond the `seen` tokens of its cache.
+
+        Raises:
+            PressStateError: The whole prompt lies within what the cache has seen.
+        """
+        if self.prompt_end is not None and self.prompt_end <= seen:
+            raise PressStateError(
+                f"generate() got a prompt of {self.prompt_end} tokens and a cache that has already "
+                f"seen {seen}: it would feed the prompt a second time. Pass the whole conversation "
+                "with at least one new token, or only the new tokens with an attention_mask over "
+                "all of them."
+            )
 
 
 class _Thread(threading.local):
@@ -160,6 +174,10 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = Generation(next(_serials), _prompt_end(args, kwargs))
+        for name in ("cache", "past_key_values"):
+            cache: Any = kwargs.get(name)
+            if any(isinstance(layer, HostedLayer) for layer in getattr(cache, "layers", ())):
+                call.check_unfed(cache.get_seq_length())
         outer, _thread.generation = _thread.generation, call
         try:
             result = original(self, *args, **kwargs)

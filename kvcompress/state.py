@@ -130,14 +130,8 @@ class CacheState:
             generation.hosted = True
             if generation.serial == self.generation:
                 return
+            generation.check_unfed(first)  # again here: a plain cache may just have been adopted
             end = generation.prompt_end
-            if end is not None and end <= first:
-                raise PressStateError(
-                    f"generate() got a prompt of {end} tokens and a cache that has already seen "
-                    f"{first}: it would feed the prompt a second time. Pass the whole "
-                    "conversation with at least one new token, or only the new tokens with an "
-                    "attention_mask over all of them."
-                )
             self.generation = generation.serial
             self.turn = Turn(first, first + new if end is None else end)
         elif self.forward_is_turn:

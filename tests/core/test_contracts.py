@@ -212,6 +212,8 @@ def test_feeding_twice_is_refused_and_loses_nothing(make_model, prompt):
         before = [layer.keys.clone() for layer in cache.layers]
         with pytest.raises(PressStateError, match="second time"):
             full(model, inputs, past_key_values=cache)
+        with pytest.raises(PressStateError, match=r"prompt of 2 tokens .* attention_mask"):
+            full(model, {"input_ids": torch.ones(1, 2, dtype=torch.long)}, past_key_values=cache)
         with pytest.raises(PressStateError, match="starts at position 3"):
             model(
                 inputs["input_ids"][:, 3:9],
