@@ -22,7 +22,7 @@ def plot_kept(runs: Sequence[tuple[str, Tensor]], needle: Needle, path: Path, ti
     for axis, (label, kept) in zip(axes, runs, strict=True):
         layers, prompt = kept.shape
         image = axis.imshow(
-            kept,
+            kept.numpy(),
             aspect="auto",
             interpolation="none",
             vmin=0,

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+FAMILIES = ["llama", "mistral", "mixtral", "phi3", "qwen3"]
 POLICY = "snapkv:capacity=24:window_size=6"
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -18,11 +19,12 @@ def full(model, inputs, **options):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [(5,), (30,), (30, 11, 3)], ids=["short", "single", "padded"])
-def test_capacity_not_reached_changes_no_bit(make_model, prompt, attn, lengths):
+def test_capacity_not_reached_changes_no_bit(make_model, prompt, family, attn, lengths):
     from kvcompress import press
 
-    model, inputs = make_model("llama", attn), prompt(*lengths)
+    model, inputs = make_model(family, attn), prompt(*lengths)
     plain = full(model, inputs)
     for policy in ("snapkv:capacity=30:window_size=16", "snapkv:capacity=4096", "snapkv"):
         with press(model, policy) as session:
@@ -33,10 +35,11 @@ def test_capacity_not_reached_changes_no_bit(make_model, prompt, attn, lengths):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_prefill_logits_are_those_of_the_plain_model(make_model, prompt, attn):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_logits_are_those_of_the_plain_model(make_model, prompt, family, attn):
     from kvcompress import press
 
-    model, inputs = make_model("llama", attn), prompt(80, 50)
+    model, inputs = make_model(family, attn), prompt(80, 50)
     with torch.no_grad():
         plain = model(**inputs).logits
         with press(model, POLICY) as session:
@@ -45,10 +48,12 @@ def test_prefill_logits_are_those_of_the_plain_model(make_model, prompt, attn):
     assert {layer.held_tokens for layer in session.report().layers} == {24}
 
 
-def test_rows_of_a_batch_equal_rows_alone(make_model, prompt):
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_batch_equal_rows_alone(make_model, prompt, family, attn):
     from kvcompress import press
 
-    model, batch = make_model(), prompt(70, 41, 18, 2)
+    model, batch = make_model(family, attn), prompt(70, 41, 18, 2)
     with press(model, POLICY):
         together = full(model, batch)
     for row in range(4):
@@ -110,10 +115,11 @@ def test_kept_rows_are_ascending_and_hold_the_window(make_model, prompt):
         assert torch.equal(positions[0, 0, -13:], torch.arange(64, 77))
 
 
-def test_two_generates_and_interleaved_caches_do_not_meet(make_model, prompt):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_generates_and_interleaved_caches_do_not_meet(make_model, prompt, family):
     from kvcompress import press
 
-    model, first, second = make_model(), prompt(70, seed=1), prompt(55, seed=2)
+    model, first, second = make_model(family), prompt(70, seed=1), prompt(55, seed=2)
     with press(model, POLICY) as session:
         a, b, again = full(model, first), full(model, second), full(model, first)
     assert torch.equal(a.sequences, again.sequences)
@@ -127,12 +133,14 @@ def test_two_generates_and_interleaved_caches_do_not_meet(make_model, prompt):
     assert torch.allclose(step_two.logits[:, -1], b.logits[1], atol=1e-4)
 
 
-def test_second_turn_with_the_kept_cache(make_model, prompt):
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_turn_with_the_kept_cache(make_model, prompt, family, attn):
     """Full ids, or the new ones with a full mask: the same, and only new tokens are fed."""
     from kvcompress import press
     from kvcompress.testing import oracle, record
 
-    model, inputs = make_model(), prompt(70, 41)
+    model, inputs = make_model(family, attn), prompt(70, 41)
     more = torch.randint(1, 101, (2, 9))
     results = []
     for only_new in (False, True):

@@ -1,0 +1,90 @@
+"""Demo, needle and benchmarks on a tiny model saved to disk; what they measure, not how fast."""
+
+import json
+
+import pytest
+
+
+def test_needle_stands_where_it_says(saved_model):
+    from kvcompress_eval.needle import make_needle
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(saved_model)
+    firsts = []
+    for depth in (0.0, 0.5, 1.0):
+        needle = make_needle(tokenizer, 300, depth, seed=3)
+        inside = tokenizer.decode(needle.input_ids[needle.first : needle.last + 1])
+        assert inside == needle.answer and len(needle.answer) == 7
+        assert tokenizer.decode(needle.input_ids).count(needle.answer) == 1
+        firsts.append(needle.first)
+    assert firsts == sorted(firsts) and firsts[0] < 60 and firsts[2] > 300
+    assert make_needle(tokenizer, 300, 0.5, seed=3) == make_needle(tokenizer, 300, 0.5, seed=3)
+    assert needle.is_answered_by(f"It is {needle.answer}.")
+    assert not needle.is_answered_by(f"It is {needle.answer}1.")
+    assert not needle.is_answered_by(needle.answer[:6])
+
+
+def test_timed_run_counts_what_is_held(make_model, prompt):
+    from kvcompress_eval.measure import timed_run
+
+    from kvcompress import policy_from
+
+    model, ids = make_model(), prompt(70)["input_ids"]
+    plain = timed_run(model, ids, None, max_new_tokens=5)
+    policy = policy_from("snapkv:capacity=24:window_size=6")
+    ours = timed_run(model, ids, policy, max_new_tokens=5)
+    row = 2 * 2 * 8 * 4 * 3  # key and value, KV heads, head_dim, bytes, layers
+    assert (plain.seen_tokens, plain.held_tokens, plain.cache_bytes) == (74, 74, 74 * row)
+    assert (ours.seen_tokens, ours.held_tokens, ours.cache_bytes) == (74, 28, 28 * row)
+    assert plain.kept is None and ours.kept.shape == (3, 70)
+    assert ours.kept.sum(dim=1).tolist() == pytest.approx([24] * 3)
+    assert (ours.kept[:, -6:] == 1).all()
+    assert len(ours.decode_seconds) == 4 and len(ours.tokens) == 5
+
+
+def test_demo_writes_picture_and_numbers(saved_model, tmp_path, capsys):
+    from kvcompress_eval.demo import RUNS, demo
+
+    out = tmp_path / "demo.png"
+    demo(model=str(saved_model), tokens=600, depth=0.5, seed=0, out=out, device="cpu")
+    assert out.read_bytes()[:4] == b"\x89PNG"
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert [run["label"] for run in record["runs"]] == [label for label, _ in RUNS]
+    seen = record["prompt_tokens"] + 15
+    held = [run["held_tokens"] for run in record["runs"]]
+    assert held == [seen, seen, 512 + 15, 256 + 15, 512 + 15, 256 + 15]
+    assert record["number"] in capsys.readouterr().out
+
+
+def test_bench_measures_both_in_turn(saved_model, tmp_path):
+    from kvcompress_eval.bench import What, bench
+
+    out = tmp_path / "bench.jsonl"
+    for what in (What.decode, What.prefill, What.memory):
+        bench(
+            what=what,
+            model=str(saved_model),
+            policy="snapkv:capacity=40:window_size=8",
+            length=96,
+            repeats=2,
+            steps=5,
+            threads=2,
+            device="cpu",
+            out=out,
+        )
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    ratios = [ratio for record in records for ratio in record["ratios"]]
+    assert [ratio["pairs"] for ratio in ratios] == [5, 2, 2, 2]
+    assert ratios[0]["name"] == "decode after 96 -> 40 / after a plain prompt of 40"
+    assert all(ratio["ours"] > 0 and ratio["plain"] > 0 for ratio in ratios[:2])
+    assert {record["policy"] for record in records} == {"snapkv:capacity=40:window_size=8"}
+
+
+def test_each_goes_first_half_of_the_time():
+    from kvcompress_eval.bench import compare, in_turn
+
+    order = []
+    in_turn(4, lambda: order.append("ours"), lambda: order.append("plain"))
+    assert "".join(name[0] for name in order) == "pooppoop"
+    ratio = compare("x", "s", [2.0, 3.0, 4.0], [2.0, 2.0, 2.0])
+    assert (ratio.ratio, ratio.low, ratio.high) == (1.5, 1.0, 2.0)
