@@ -19,19 +19,30 @@ from kvcompress.errors import (
 from kvcompress.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from kvcompress_policies.h2o import H2OPolicy
+    from kvcompress_policies.knorm import KNormPolicy
+    from kvcompress_policies.pyramidkv import PyramidKVPolicy
     from kvcompress_policies.snapkv import SnapKVPolicy
+    from kvcompress_policies.snapkv_decoding import SnapKVDecodingPolicy
+    from kvcompress_policies.streaming_llm import StreamingLLMPolicy
+    from kvcompress_policies.tova import TOVAPolicy
 
+    from kvcompress.composition import ComposedPolicy
     from kvcompress.hosting import CompressedCache
     from kvcompress.plugins import policy_from
-    from kvcompress.policy import LayerView, Policy
+    from kvcompress.policy import DecodePolicy, LayerView, Policy
     from kvcompress.report import LayerReport, Report
     from kvcompress.session import Session, press
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ComposedPolicy",
     "CompressedCache",
+    "DecodePolicy",
     "DuplicatePolicyError",
+    "H2OPolicy",
+    "KNormPolicy",
     "KVCompressError",
     "LayerReport",
     "LayerView",
@@ -40,10 +51,14 @@ __all__ = [
     "Policy",
     "PolicyConfigError",
     "PressStateError",
+    "PyramidKVPolicy",
     "Report",
     "Session",
     "ShapeError",
+    "SnapKVDecodingPolicy",
     "SnapKVPolicy",
+    "StreamingLLMPolicy",
+    "TOVAPolicy",
     "UnknownPolicyError",
     "UnsupportedCacheError",
     "UnsupportedModeError",
@@ -54,7 +69,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ComposedPolicy": "composition",
     "CompressedCache": "hosting",
+    "DecodePolicy": "policy",
     "LayerReport": "report",
     "LayerView": "policy",
     "Policy": "policy",

@@ -11,7 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
 from kvcompress.errors import UnsupportedModeError
-from kvcompress.policy import LayerView, Phase
+from kvcompress.policy import LayerView, Phase, Policy
+from kvcompress.rotation import Rotation
 from kvcompress.selection import batch_budget, select_rows
 from kvcompress.state import CacheState, Plan
 from kvcompress.tensors import gather_rows, positions_of
@@ -37,8 +38,11 @@ class KVLayer(DynamicLayer, HostedLayer):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, state: CacheState, index: int, lease: Lease) -> None:
+    def __init__(
+        self, state: CacheState, index: int, lease: Lease, rotation: Rotation | None = None
+    ) -> None:
         self.state = state
+        self._rotation = rotation
         self.index = index
         self.counts = state.counts[index]
         self._lease = lease
@@ -52,6 +56,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._columns: Tensor | None = None  # of rows up to the last eviction; later ones follow on
         self._state: dict[str, Tensor] = {}
         self._recent: Tensor | None = None  # the turn's last queries
+        self._front: Tensor | None = None  # keys of reindexed rows, at their original positions
         self._new = 0
         self._facts: dict[str, Any] = {"scaling": 1.0}
 
@@ -171,12 +176,32 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Evict every row that is not in `index` (ascending) and release its storage."""
         assert self._keys is not None and self._values is not None
         columns = self.columns.gather(2, index).int()
+        if self._front is not None:
+            self._keys[:, :, : self._front.shape[2]] = self._front
         self._keys = self._gathered(self._keys, index)
         self._values = self._gathered(self._values, index)
         self._state = {name: rows.gather(2, index) for name, rows in self._state.items()}
         self._columns = columns
         self.counts.held = index.shape[2]
+        if self._rotation is not None:
+            self._reindex(self._rotation)
         self._account()
+
+    def _reindex(self, rotation: Rotation) -> None:
+        """Move the keys at the front up to the rows behind them.
+
+        Always from their original positions, so that no error adds up over a long stream.
+        """
+        assert self._keys is not None and self._columns is not None
+        moved = self.state.policy.reindexed_tokens(self.index, self.state.num_layers)
+        old = self._columns[..., :moved].long()
+        first = self.counts.seen - self.counts.held
+        new = torch.arange(first, first + old.shape[-1], device=old.device).expand_as(old)
+        if self.state.pads is not None:
+            pads = self.state.pads[:, None, None]
+            old, new = old - pads, new - pads
+        self._front = self._keys[:, :, :moved].clone()
+        self._keys[:, :, :moved] = rotation.move(self._front, self.index, old, new)
 
     def _gathered(self, buffer: Tensor, index: Tensor) -> Tensor:
         rows = buffer[:, :, : self.counts.held]
@@ -189,7 +214,8 @@ class KVLayer(DynamicLayer, HostedLayer):
 
     def _account(self) -> None:
         assert self._keys is not None and self._values is not None
-        parts = [self._keys, self._values, self._columns, self._recent, *self._state.values()]
+        parts = [self._keys, self._values, self._columns, self._recent, self._front]
+        parts += self._state.values()
         self.counts.allocated_bytes = sum(part.nbytes for part in parts if part is not None)
         batch, kv_heads = self._keys.shape[:2]
         width = self._keys.shape[3] * self._keys.itemsize
@@ -210,8 +236,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._facts = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
         if state.plan is not Plan.EVICT_BEFORE:
             return call.key, call.value
-        index = self._choose("prefill", self._recent, call.key, call.value, trailing=new)
-        self._forget_queries()
+        index = self._choose_of_prompt(call.key, call.value, trailing=new)
         if index is None:
             return call.key, call.value
         self.keep(index)
@@ -225,75 +250,107 @@ class KVLayer(DynamicLayer, HostedLayer):
     def after_attention(self, call: AttentionCall) -> None:
         """Remember queries, let the policy observe, and evict if this forward ends a prompt."""
         state = self.state
-        if "observe" in state.policy.needs:
-            self._observe(call)
+        observer = state.policy.observer(state.phase)
+        if observer is None:
+            self._state = {}  # of an earlier turn; nobody will ask for it
+        else:
+            self._observe(observer, call)
         if state.plan is Plan.COLLECT:
             self._remember(call.query)
         elif state.plan is Plan.EVICT_AFTER:
             assert state.turn.end is not None
             trailing = self.counts.seen - state.turn.end
             self._remember(call.query[:, :, : call.query.shape[2] - trailing])
-            index = self._choose("prefill", self._recent, call.key, call.value, trailing)
-            self._forget_queries()
-            if index is not None:
-                self.keep(index)
-        elif state.plan is Plan.DECODE and "decode" in state.policy.phases:
+            self._end_prompt(call.key, call.value, trailing)
+        elif state.decode is not None:
             self._remember(call.query)
-            self._decode(call)
+            if state.evicts_now:
+                quota = self._decode_quota()
+                index = self._choose(state.decode, "decode", call.key, call.value, quota)
+                if index is not None:
+                    self.keep(index)
         if self.index == state.num_layers - 1:
             state.end_forward()
 
-    def _decode(self, call: AttentionCall) -> None:
-        if self.state.since_eviction < self.state.interval:
-            return
-        index = self._choose("decode", self._recent, call.key, call.value, trailing=0)
-        if index is not None:
-            self.keep(index)
-        if self.index == self.state.num_layers - 1:
-            self.state.since_eviction = 0
-
     def end_prefill(self) -> None:
         """Evict now, outside a forward, with the queries that were remembered."""
-        keys, values = self.keys, self.values
-        if keys is None or values is None:
-            return
-        index = self._choose("prefill", self._recent, keys, values, trailing=0)
-        self._forget_queries()
+        if self.keys is not None and self.values is not None:
+            self._end_prompt(self.keys, self.values, trailing=0)
+
+    def _end_prompt(self, key: Tensor, value: Tensor, trailing: int) -> None:
+        """Evict at the end of a prompt; the last `trailing` rows came after it and stay."""
+        index = self._choose_of_prompt(key, value, trailing)
         if index is not None:
             self.keep(index)
 
+    def _choose_of_prompt(self, key: Tensor, value: Tensor, trailing: int) -> Tensor | None:
+        index = None
+        if self.state.prefill is not None:
+            quota = self._prompt_quota(key.shape[2] - trailing)
+            index = self._choose(self.state.prefill, "prefill", key, value, quota, trailing)
+        if self.state.decode is not self.state.prefill:
+            # The rows of its queries may be gone.
+            self._recent = None
+        left = key.shape[2] if index is None else index.shape[2]
+        self._set_decode_quota(left, trailing)
+        return index
+
+    def _prompt_quota(self, rows: int) -> tuple[int, int]:
+        """Of `rows` rows at the end of a prompt: the budget, and how many at the front stay."""
+        state, policy = self.state, self.state.prefill
+        assert policy is not None
+        budget = batch_budget(policy, state.prompt_lengths(), self.index, state.num_layers)
+        if policy.later_turns == "revote":
+            return budget, 0
+        assert state.turn.end is not None
+        earlier = rows - (state.turn.end - state.turn.start)
+        if earlier:
+            self._check_unpadded("later_turns=append", self.counts.held)
+        return budget, earlier
+
+    def _set_decode_quota(self, rows: int, trailing: int) -> None:
+        state, policy = self.state, self.state.decode
+        if policy is None:
+            return
+        lengths = state.prompt_lengths()
+        self.counts.budget = batch_budget(policy, lengths, self.index, state.num_layers)
+        if state.policy.spares_prompt:
+            self._check_unpadded("scope=generated", rows)
+            self.counts.spared = rows - trailing
+
+    def _decode_quota(self) -> tuple[int, int]:
+        counts = self.counts
+        return (counts.held if counts.budget is None else counts.budget), counts.spared
+
     def _remember(self, query: Tensor) -> None:
-        """Keep the last queries of the turn that the policy will read."""
+        """Keep the last queries of the turn that the policies will read."""
         state = self.state
-        wanted = state.policy.query_tokens(self.index, state.num_layers)
+        parts = (state.decode,) if state.phase == "decode" else (state.prefill, state.decode)
+        read = [part.query_tokens(self.index, state.num_layers) for part in parts if part]
+        wanted = max(read, default=0)
         if not wanted:
             return
-        fresh = self.counts.seen - self._new <= state.turn.start
-        recent = query if self._recent is None or fresh else torch.cat([self._recent, query], 2)
-        recent = recent[:, :, -wanted:]
-        # A view would keep the queries of the whole prompt alive until the next forward.
-        self._recent = recent if self._votes_now() else recent.clone()
+        recent = query[:, :, -wanted:]
+        goes_on = self.counts.seen - self._new > state.turn.start
+        if self._recent is not None and goes_on and recent.shape[2] < wanted:
+            recent = torch.cat([self._recent, recent], dim=2)[:, :, -wanted:]
+        # A view would keep the queries of the whole prompt alive beyond this forward.
+        dropped = state.plan is Plan.EVICT_AFTER and state.decode is not state.prefill
+        self._recent = recent if dropped or query.shape[2] == wanted else recent.clone()
 
-    def _forget_queries(self) -> None:
-        if "decode" not in self.state.policy.phases:
-            self._recent = None
-
-    def _votes_now(self) -> bool:
-        state = self.state
-        return state.plan is Plan.EVICT_AFTER and "decode" not in state.policy.phases
-
-    def _observe(self, call: AttentionCall) -> None:
+    def _observe(self, observer: Policy, call: AttentionCall) -> None:
         started = time.perf_counter()
         for name, rows in self._state.items():
             missing = call.key.shape[2] - rows.shape[2]
             self._state[name] = torch.nn.functional.pad(rows, (0, missing))
-        phase: Phase = "decode" if self.state.plan is Plan.DECODE else "prefill"
         with torch.no_grad():
-            view = self._view(phase, call.query, call.key, call.value)
-            self._state = dict(self.state.policy.observe(view))
+            view = self._view(self.state.phase, call.query, call.key, call.value)
+            self._state = dict(observer.observe(view))
         self.counts.policy_seconds += time.perf_counter() - started
 
-    def _view(self, phase: Phase, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
+    def _view(
+        self, phase: Phase, query: Tensor, key: Tensor, value: Tensor, budget: int = 0
+    ) -> LayerView:
         held = key.shape[2]
         positions = self.positions[:, :, :held]
         return LayerView(
@@ -306,50 +363,63 @@ class KVLayer(DynamicLayer, HostedLayer):
             num_layers=self.state.num_layers,
             seen=self.counts.seen - (self.counts.held - held),
             phase=phase,
+            budget=budget,
             state={name: rows[:, :, :held] for name, rows in self._state.items()},
             **self._facts,
         )
 
     def _choose(
-        self, phase: Phase, query: Tensor | None, key: Tensor, value: Tensor, trailing: int
+        self,
+        policy: Policy,
+        phase: Phase,
+        key: Tensor,
+        value: Tensor,
+        quota: tuple[int, int],
+        trailing: int = 0,
     ) -> Tensor | None:
-        """Columns to keep, or None if everything stays; the last `trailing` rows always stay."""
+        """Columns to keep, or None if everything stays.
+
+        Args:
+            policy: The one that evicts now.
+            phase: What it is told.
+            key: As attended to.
+            value: As attended to.
+            quota: How many of the rows may stay beside those at the front that always do, and how
+                many these are.
+            trailing: Rows at the end that always stay and are not judged.
+        """
         started = time.perf_counter()
-        state, counts, policy = self.state, self.counts, self.state.policy
+        budget, spared = quota
         rows = key.shape[2] - trailing
-        earlier = 0
-        if phase == "prefill":
-            lengths = state.prompt_lengths()
-            counts.budget = batch_budget(policy, lengths, self.index, state.num_layers)
-            if policy.later_turns == "append":
-                assert state.turn.end is not None
-                earlier = rows - (state.turn.end - state.turn.start)
-        kept = earlier + (rows if counts.budget is None else counts.budget)
-        if kept >= rows:
+        spared = min(spared, rows)
+        if spared + budget >= rows:
             return None
-        keep_always = None
-        if earlier:
-            self._check_append()
-            keep_always = (torch.arange(rows, device=key.device) < earlier)[None, None]
         with torch.no_grad():
-            if query is None:
+            wanted = policy.query_tokens(self.index, self.state.num_layers)
+            query = self._recent
+            if query is None or not wanted:
                 batch, _, _, dim = key.shape
                 query = key.new_empty(batch, key.shape[1], 0, dim)
-            view = self._view(phase, query, key[:, :, :rows], value[:, :, :rows])
-            index = select_rows(policy, view, kept, keep_always)
+            judged = key[:, :, :rows], value[:, :, :rows]
+            view = self._view(phase, query[:, :, -wanted:], *judged, budget)
+            always = None
+            if spared:
+                always = (torch.arange(rows, device=key.device) < spared)[None, None]
+            index = select_rows(policy, view, spared + budget, always)
             if trailing:
                 tail = torch.arange(rows, rows + trailing, device=index.device)
                 index = torch.cat([index, tail.expand(*index.shape[:2], -1)], dim=-1)
-        counts.policy_seconds += time.perf_counter() - started
+        self.counts.policy_seconds += time.perf_counter() - started
         return index
 
-    def _check_append(self) -> None:
-        evicted = self.counts.seen - self.counts.held
+    def _check_unpadded(self, setting: str, held: int) -> None:
+        """Refuse if padding is left among the `held` rows that will all stay."""
+        evicted = self.counts.seen - held
         if any(pads > evicted for pads in self.state.pads_by_row()):
             raise UnsupportedModeError(
-                "later_turns='append' cannot follow a padded batch in which a row had fewer real "
-                "tokens than the capacity: that row would keep more of the new turn than it would "
-                "alone. Use later_turns='revote', or run the rows separately."
+                f"{setting} cannot follow a padded batch in which a row had fewer real tokens than "
+                "the capacity: that row would keep more new tokens than it would alone. Leave it "
+                "out, or run the rows separately."
             )
 
     # What transformers calls.
@@ -432,6 +502,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._keys, self._values = change(self._keys), change(self._values)
         self._columns = None if self._columns is None else change(self._columns)
         self._recent = None if self._recent is None else change(self._recent)
+        self._front = None if self._front is None else change(self._front)
         self._state = {name: change(rows) for name, rows in self._state.items()}
         state = self.state
         if self.index == 0 and state.pads is not None:

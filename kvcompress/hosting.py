@@ -22,6 +22,7 @@ from kvcompress.errors import (
 from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
 from kvcompress.report import Report
+from kvcompress.rotation import Rotation
 from kvcompress.state import CacheState
 
 logger = logging.getLogger(__name__)
@@ -157,9 +158,11 @@ def host_cache(
         prompt_length=prompt_length,
         forward_is_turn=forward_is_turn,
     )
+    moves = any(policy.reindexed_tokens(i, len(indices)) for i in range(len(indices)))
+    rotation = Rotation(model, indices) if moves else None
     lease = Lease()
     for number, index in enumerate(indices):
-        layer = KVLayer(state, number, lease)
+        layer = KVLayer(state, number, lease, rotation)
         layer.adopt(plain[index])
         layers[index] = layer
     if len({count.seen for count in state.counts}) > 1:

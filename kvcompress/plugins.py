@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kvcompress.policy import Policy
 
 
+_NAME = re.compile(r"\w+", re.ASCII)
+
+
 @dataclass(frozen=True)
 class PolicyEntry:
     """A policy class and where it comes from."""
@@ -94,7 +97,8 @@ class Registry:
                 if strange:
                     self.broken[distribution] = PluginLoadError(
                         f"kvcompress_policies() of {distribution} returned {strange[0]!r}; it must "
-                        "return subclasses of kvcompress.Policy that have a name."
+                        "return subclasses of kvcompress.Policy that have a name of letters, "
+                        "digits and underscores, other than 'composed'."
                     )
                     continue
                 for policy in classes:
@@ -141,10 +145,13 @@ def _plain(name: str) -> str:
 
 
 def _is_policy(thing: Any) -> bool:
+    from kvcompress.composition import ComposedPolicy
     from kvcompress.policy import Policy
 
-    named = isinstance(getattr(thing, "name", None), str)
-    return named and isinstance(thing, type) and issubclass(thing, Policy)
+    if not isinstance(thing, type) or not issubclass(thing, Policy):
+        return False
+    name = getattr(thing, "name", None)
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and name != ComposedPolicy.name
 
 
 @functools.cache
@@ -157,12 +164,14 @@ def policy_from(spec: "Policy | str | Mapping[str, Any]") -> "Policy":
     """A policy from an instance, a string `name:field=value:...` or a dict `{"policy": name, ...}`.
 
     In strings, values of a list are separated by `/` and null is `none`:
-    `snapkv:capacity=512/256:pooling=max`.
+    `snapkv:capacity=512/256:pooling=max`. Two policies are composed by `+`, prefill first, and the
+    composition's scope is given with the second: `snapkv+h2o:capacity=128:scope=generated`.
 
     Raises:
         UnknownPolicyError: The name is not installed.
         PolicyConfigError: The form cannot be read, or a field is wrong.
     """
+    from kvcompress.composition import ComposedPolicy
     from kvcompress.policy import Policy
 
     if isinstance(spec, Policy):
@@ -175,27 +184,35 @@ def policy_from(spec: "Policy | str | Mapping[str, Any]") -> "Policy":
                 f"A policy's dict form needs its name under 'policy', as in "
                 f"{{'policy': 'snapkv', 'capacity': 512}}; got {dict(spec)!r}."
             )
+        if name == ComposedPolicy.name:
+            parts = {"prefill", "decode"} & set(fields)
+            return ComposedPolicy(**fields | {part: policy_from(fields[part]) for part in parts})
         return registry().get(name)(**fields)
     if not isinstance(spec, str):
         raise PolicyConfigError(
             f"A policy is given as an instance, a string such as 'snapkv:capacity=512' or a dict; "
             f"got {spec!r}."
         )
-    if "+" in spec:
+    first, *others = spec.strip().split("+")
+    if not others:
+        return _from_string(first)
+    if len(others) > 1:
         raise PolicyConfigError(
-            f"{spec!r} composes policies, which this version cannot do. Give one policy."
+            f"{spec!r} composes {len(others) + 1} policies; a composition is one for the prompt "
+            "and one for what is generated, as in snapkv:capacity=2048+h2o:capacity=2176."
         )
-    name, *parts = spec.strip().split(":")
-    policy = registry().get(name)
-    values: dict[str, Any] = {}
-    for part in parts:
-        field, equals, text = part.partition("=")
-        if not equals or not field:
-            raise PolicyConfigError(
-                f"Cannot read {part!r} in the policy {spec!r}. The form is "
-                "name:field=value:field=value, for example snapkv:capacity=512:pooling=max."
-            )
-        if field in values:
-            raise PolicyConfigError(f"{field!r} is given twice in the policy {spec!r}.")
-        values[field] = policy.parse_field(field, text)
-    return policy(**values)
+    decode, *fields_of_decode = others[0].split(":")
+    scope = [part for part in fields_of_decode if part.startswith("scope=")]
+    if len(scope) > 1:
+        raise PolicyConfigError(f"'scope' is given twice in the policy {spec!r}.")
+    kept = [part for part in fields_of_decode if part not in scope]
+    composed: dict[str, Any] = dict(part.split("=", 1) for part in scope)
+    composed["prefill"] = _from_string(first)
+    composed["decode"] = _from_string(":".join([decode, *kept]))
+    return ComposedPolicy(**composed)
+
+
+def _from_string(spec: str) -> "Policy":
+    """A policy that is not composed, from its string form."""
+    name, *parts = spec.split(":")
+    return registry().get(name).parse(parts, spec)

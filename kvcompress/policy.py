@@ -3,7 +3,7 @@
 import difflib
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +23,7 @@ def _no_flag(value: Any) -> Any:
 
 
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_flag)]
+NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_no_flag)]
 PerLayer = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 """One value for all layers, or one value for each hosted layer."""
 
@@ -56,6 +57,9 @@ class LayerView:
     seen: int
     """Tokens that this layer has seen, evicted ones and padding included."""
     phase: Phase
+    budget: int = 0
+    """Rows of the view that will stay, not counting any that core keeps in any case; 0 in
+    `observe`, where nothing is chosen."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """The policy's own tensors, batch x kv_heads x held; see `Policy.observe`."""
     softcap: float | None = None
@@ -111,6 +115,16 @@ class Policy(BaseModel):
         "its budget, append keeps the earlier rows and cuts only the new turn.",
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        decides = cls.part is Policy.part and "decode" in cls.phases
+        if decides and all(base.__name__ != "DecodePolicy" for base in cls.__mro__):
+            raise PolicyConfigError(
+                f"{cls.__name__} evicts while decoding: derive it from kvcompress.DecodePolicy, "
+                "which has the interval that this needs."
+            )
+
     def __init__(self, **fields: Any) -> None:
         """Validate the fields.
 
@@ -121,6 +135,18 @@ class Policy(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             raise PolicyConfigError(_explain(type(self), error)) from None
+        lists = {
+            name: len(value)
+            for name in sorted(self.per_layer)
+            if isinstance(value := getattr(self, name), tuple)
+        }
+        if len(set(lists.values())) > 1:
+            given = ", ".join(f"{name} {length}" for name, length in lists.items())
+            raise PolicyConfigError(
+                f"{type(self).__name__}: lists must have one value for each layer, but of values "
+                f"there are: {given}."
+            )
+        self._check_room(max(lists.values(), default=1))
 
     @model_validator(mode="before")
     @classmethod
@@ -139,7 +165,8 @@ class Policy(BaseModel):
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> "Policy":
         """A copy with some fields replaced; validated, unlike pydantic's own."""
-        fields = {**self.model_dump(), **(update or {})}
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = {**own, **(update or {})}
         if "keep_ratio" in (update or {}) and "capacity" not in (update or {}):
             fields["capacity"] = None
         if "capacity" in (update or {}) and "keep_ratio" not in (update or {}):
@@ -159,7 +186,20 @@ class Policy(BaseModel):
         return 0
 
     def query_tokens(self, layer_idx: int, num_layers: int) -> int:
-        """How many of the last queries `scores` reads; 0 if it reads none."""
+        """How many of the last queries `scores` reads; 0 if it reads none.
+
+        A policy that evicts while decoding and reads more than one must protect their rows, or
+        read no more than `interval`: else rows of its own queries may be gone.
+        """
+        return 0
+
+    def reindexed_tokens(self, layer_idx: int, num_layers: int) -> int:
+        """How many rows at the cache's front move up when rows behind them are evicted.
+
+        Their keys are rotated to the position that follows from their place in the cache, counted
+        back from the newest row. Only rows right behind them may be evicted, so that all others
+        are in place already. 0 leaves every key at its original position.
+        """
         return 0
 
     def observe(self, view: LayerView) -> Mapping[str, Tensor]:
@@ -183,6 +223,19 @@ class Policy(BaseModel):
         share = math.floor(self.keep_ratio * prompt_tokens + 1e-9)
         return max(share, self.protected_tokens(layer_idx, num_layers) + 1)
 
+    def part(self, phase: Phase) -> "Policy | None":
+        """The policy that evicts in a phase, or None: itself, unless it is composed of others."""
+        return self if phase in self.phases else None
+
+    def observer(self, phase: Phase) -> "Policy | None":
+        """The policy whose `observe` is called for the forwards of a phase, or None."""
+        return self if "observe" in self.needs else None
+
+    @property
+    def spares_prompt(self) -> bool:
+        """Whether what was kept of the prompt stays at decode, beside the budget."""
+        return False
+
     def at(self, name: str, layer_idx: int) -> int:
         """The value of a per-layer field at one layer."""
         value = getattr(self, name)
@@ -202,7 +255,12 @@ class Policy(BaseModel):
                     f"{self.name}: {name} lists {len(value)} values, but the model has "
                     f"{num_layers} full-attention layers. Give one value, or {num_layers}."
                 )
-        for layer in range(num_layers if self.keep_ratio is None else 0):
+        self._check_room(num_layers)
+
+    def _check_room(self, num_layers: int) -> None:
+        if self.capacity is None:
+            return
+        for layer in range(num_layers):
             fixed = self.protected_tokens(layer, num_layers)
             if self.at("capacity", layer) <= fixed:
                 raise PolicyConfigError(
@@ -239,6 +297,30 @@ class Policy(BaseModel):
         return self.to_string()
 
     @classmethod
+    def parse(cls, parts: Sequence[str], spec: str) -> "Policy":
+        """A policy from the parts of its string form after the name, each `field=value`.
+
+        Args:
+            parts: None for a policy with its defaults.
+            spec: The whole string, for errors.
+
+        Raises:
+            PolicyConfigError: It cannot be read, or a field is wrong.
+        """
+        values: dict[str, Any] = {}
+        for part in parts:
+            field_name, equals, value = part.partition("=")
+            if not equals or not field_name:
+                raise PolicyConfigError(
+                    f"Cannot read {part!r} in the policy {spec!r}. The form is "
+                    "name:field=value:field=value, for example snapkv:capacity=512:pooling=max."
+                )
+            if field_name in values:
+                raise PolicyConfigError(f"{field_name!r} is given twice in the policy {spec!r}.")
+            values[field_name] = cls.parse_field(field_name, value)
+        return cls(**values)
+
+    @classmethod
     def parse_field(cls, name: str, text: str) -> Any:
         """The value that a field's text stands for in the string form."""
         info = cls.model_fields.get(name)
@@ -249,6 +331,49 @@ class Policy(BaseModel):
             # A slash at the end marks a list of one.
             return tuple(text.removesuffix("/").split("/"))
         return text
+
+
+class DecodePolicy(Policy):
+    """A policy that goes on evicting while tokens are generated.
+
+    When a prompt ends it cuts the cache to its budget b; then it cuts it back to b whenever
+    `interval` tokens were added, so that no layer ever holds more than b + interval - 1 rows after
+    a step.
+    """
+
+    phases: ClassVar[frozenset[Phase]] = frozenset({"prefill", "decode"})
+
+    interval: PositiveInt = Field(
+        default=1,
+        description="Generated tokens between evictions; the cache grows by at most interval - 1 "
+        "beyond its budget.",
+    )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "DecodePolicy":
+        if self.later_turns == "append":
+            raise ValueError(
+                "later_turns='append' keeps earlier turns beyond the budget, to which this policy "
+                "cuts the cache while decoding. Use later_turns='revote'."
+            )
+        return self
+
+    def check_layers(self, num_layers: int) -> None:
+        """As for every policy; also refuse queries whose rows may be gone.
+
+        Raises:
+            PolicyConfigError: See `Policy.check_layers` and `Policy.query_tokens`.
+        """
+        super().check_layers(num_layers)
+        for layer in range(num_layers):
+            wanted = self.query_tokens(layer, num_layers)
+            surely_held = max(self.protected_tokens(layer, num_layers), self.interval, 1)
+            if wanted > surely_held:
+                raise PolicyConfigError(
+                    f"{self.name}: reads {wanted} queries while decoding, but only the last "
+                    f"{surely_held} rows are sure to be held. Protect as many rows as queries are "
+                    "read, or use a longer interval."
+                )
 
 
 def _leaves(annotation: Any) -> set[Any]:

@@ -15,6 +15,9 @@ class LayerCounts:
     allocated_bytes: int = 0
     row_bytes: int = 0
     budget: int | None = None
+    """Rows after an eviction at decode; None until a prompt has ended."""
+    spared: int = 0
+    """Rows at the front that are kept at decode beside the budget."""
     policy_seconds: float = 0.0
 
 

@@ -15,16 +15,18 @@ def batch_budget(policy: Policy, lengths: Sequence[int], layer_idx: int, num_lay
     """Rows that a layer keeps of a batch whose rows have `lengths` real tokens.
 
     Raises:
-        UnsupportedModeError: The lengths differ and the policy keeps a ratio.
+        UnsupportedModeError: The lengths differ, and a row alone would keep another number.
     """
-    shortest, longest = min(lengths), max(lengths)
-    if policy.keep_ratio is not None and shortest != longest:
-        raise UnsupportedModeError(
-            f"keep_ratio={policy.keep_ratio} gives the rows of this batch different budgets: their "
-            f"prompts have {shortest} to {longest} tokens. Use capacity, or a batch of equal "
-            "lengths."
-        )
-    return policy.budget(longest, layer_idx, num_layers)
+    longest = max(lengths)
+    budget = policy.budget(longest, layer_idx, num_layers)
+    for length in set(lengths) - {longest}:
+        if min(policy.budget(length, layer_idx, num_layers), length) != min(budget, length):
+            raise UnsupportedModeError(
+                f"{policy} gives the rows of this batch different budgets in layer {layer_idx}: "
+                f"their prompts have {min(lengths)} to {longest} tokens. Use a fixed capacity in "
+                "every layer, or a batch of equal lengths."
+            )
+    return budget
 
 
 def final_scores(

@@ -139,7 +139,7 @@ class Session:
             cache = DynamicCache(config=self._model.config)
             for name in ("cache", "past_key_values"):  # given as None
                 kwargs.pop(name, None)
-            kwargs[_cache_argument(module)] = cache
+            kwargs[cache_argument(module)] = cache
         state = state_of(cache)
         if state is None or state not in self._states:
             state = host_cache(cache, self._model, self.policy, forward_is_turn=True)
@@ -168,7 +168,8 @@ def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
     return None
 
 
-def _cache_argument(module: PreTrainedModel) -> str:
+def cache_argument(module: PreTrainedModel) -> str:
+    """What the cache is called among a model's arguments and outputs."""
     # Renamed from past_key_values to cache in transformers 5.24.
     parameters = inspect.signature(type(module).forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"

@@ -12,7 +12,7 @@ from kvcompress.errors import (
     UnsupportedModeError,
     UnsupportedModelError,
 )
-from kvcompress.policy import Policy
+from kvcompress.policy import DecodePolicy, Phase, Policy
 from kvcompress.report import History, LayerCounts, Report, make_report
 from kvcompress.tensors import left_padding
 
@@ -62,8 +62,9 @@ class CacheState:
         self.policy = policy
         self.model_layers = model_layers
         self.model_name = model_name
-        # Policies that evict while decoding declare the field; the others never get there.
-        self.interval: int = getattr(policy, "interval", 1)
+        decode = policy.part("decode")
+        self.decode = decode if isinstance(decode, DecodePolicy) else None
+        self.prefill = policy.part("prefill")
         self.expands_latents = False
         self.forward_is_turn = forward_is_turn
         self.counts = [LayerCounts(index) for index in hosted]
@@ -73,7 +74,7 @@ class CacheState:
         """Back to an empty cache."""
         for count in self.counts:
             count.seen = count.held = count.allocated_bytes = 0
-            count.budget = None
+            count.budget, count.spared = None, 0
         self.turn = Turn(0, prompt_length)
         self.plan = Plan.COLLECT
         self.pads: Tensor | None = None
@@ -87,6 +88,16 @@ class CacheState:
     def num_layers(self) -> int:
         """Hosted layers."""
         return len(self.counts)
+
+    @property
+    def phase(self) -> Phase:
+        """What this forward belongs to."""
+        return "prefill" if self.plan in (Plan.COLLECT, Plan.EVICT_AFTER) else "decode"
+
+    @property
+    def evicts_now(self) -> bool:
+        """Whether this forward of generated tokens ends in an eviction."""
+        return self.decode is not None and self.since_eviction >= self.decode.interval
 
     @property
     def longest(self) -> int:
@@ -121,7 +132,7 @@ class CacheState:
         if self.plan in (Plan.EVICT_AFTER, Plan.EVICT_BEFORE):
             turn.open = False
             turn.end = turn.end if turn.end is not None else first
-            self.since_eviction = 0
+            self.since_eviction = first + new - turn.end
         self.updated = self.attended = 0
 
     def _find_turn(self, first: int, new: int) -> None:
@@ -143,9 +154,9 @@ class CacheState:
     def _begin_decode(self, new: int) -> None:
         self.plan = Plan.DECODE
         self.since_eviction += new
-        if new > 1 and "decode" in self.policy.phases:
+        if new > 1 and self.decode is not None:
             raise UnsupportedModeError(
-                f"{self.policy.name} evicts while decoding, and this forward verifies {new} draft "
+                f"{self.decode.name} evicts while decoding, and this forward verifies {new} draft "
                 "tokens that may be taken back. Use greedy search or sampling without drafts, or a "
                 "policy that evicts at prefill only."
             )
@@ -226,6 +237,8 @@ class CacheState:
 
     def end_forward(self) -> None:
         """The last hosted layer has attended."""
+        if self.phase == "decode" and self.evicts_now:
+            self.since_eviction = 0
         self.history.add(self.counts[0].seen, sum(count.held for count in self.counts))
 
     def report(self) -> Report:

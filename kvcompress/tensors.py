@@ -1,5 +1,6 @@
 """Pure functions on keys, queries and scores: the arithmetic that policies and core share."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -33,6 +34,11 @@ def top_positions(
     plateaus, and `torch.topk` breaks ties by where in memory they lie. `kept` is at least 1, and
     scores are not NaN.
     """
+    if kept == scores.shape[-1] - 1:
+        # One row goes, at every step of decode: the last of the lowest, where the flip puts it.
+        columns = torch.arange(kept, device=scores.device)
+        victim = kept - scores.flip(-1).argmin(dim=-1, keepdim=True)
+        return columns + (columns >= victim)
     cut = scores.topk(kept, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     above, equal = scores > cut, scores == cut
     missing = kept - above.sum(dim=-1, keepdim=True)
@@ -71,6 +77,7 @@ def attention_received(
     group_reduce: GroupReduce = "mean",
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
+    weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
     max_bytes: int = SCORING_BYTES,
 ) -> Float32[Tensor, "batch kv_heads kv_len"]:
     """Attention that each cached row gets from the last queries, summed over the queries.
@@ -89,6 +96,8 @@ def attention_received(
         group_reduce: How the query heads of one KV head are combined, after the sum over queries.
         softcap: Logits become `softcap * tanh(logits / softcap)` first (Gemma 2).
         sinks: A learned logit per query head that only enters the denominator (gpt-oss).
+        weigh: What to sum instead of the attention itself, from a block of it (queries x rows in
+            the last two dimensions) and the number of rows that each query sees (queries x 1).
         max_bytes: Bound on the temporary memory; at least one query of one head is held.
 
     Raises:
@@ -104,56 +113,79 @@ def attention_received(
     if q_len > kv_len:
         raise ShapeError(f"{q_len} queries for {kv_len} rows: give the last queries only.")
     group = heads // kv_heads
-    out = torch.zeros(batch, kv_heads, kv_len, dtype=torch.float32, device=key.device)
-    # Logits of one KV head's group for one query, and the float32 copy of its keys.
-    query_bytes = (4 * group + 1) * kv_len  # and the mask
+    # Logits of one KV head's group for one query with a temporary copy and the mask, and the
+    # float32 copy of the head's keys.
+    query_bytes = (4 * group * (1 if weigh is None else 3) + 1) * kv_len
     key_bytes = 0 if key.dtype == torch.float32 else 4 * kv_len * key.shape[-1]
     key_bytes *= key_heads // kv_heads
-    per_head = key_bytes + query_bytes * q_len
-    heads_at_once = max(1, min(kv_heads, max_bytes // max(per_head, 1)))
+    per_head = max(key_bytes + query_bytes * q_len, 1)
+    heads_at_once = max(1, min(kv_heads, max_bytes // per_head))
+    rows_at_once = max(1, min(batch, max_bytes // (per_head * kv_heads)))
     queries_at_once = q_len
-    if heads_at_once == 1:
+    if per_head > max_bytes:
         queries_at_once = min(q_len, max(1, (max_bytes - key_bytes) // query_bytes))
-    repeat = heads // key_heads
-    columns = torch.arange(kv_len, device=key.device)
-    for row in range(batch):
+    out = torch.zeros(batch, kv_heads, kv_len, dtype=torch.float32, device=key.device)
+    for row in range(0, batch, rows_at_once):
+        rows = slice(row, row + rows_at_once)
         for first in range(0, kv_heads, heads_at_once):
             last = min(first + heads_at_once, kv_heads)
-            chosen = slice(first * key_heads // kv_heads, last * key_heads // kv_heads)
-            keys = key[row, chosen].float()
-            block_heads = slice(first * group, last * group)
-            block = query[row, block_heads].float() * scaling
-            received = torch.zeros(
-                (last - first) * group, kv_len, dtype=torch.float32, device=key.device
-            )
-            visible = valid[row, first:last]
+            of_keys = slice(first * key_heads // kv_heads, last * key_heads // kv_heads)
+            of_queries = slice(first * group, last * group)
+            keys = key[rows, of_keys].float()
+            received = out.new_zeros(keys.shape[0], (last - first) * group, kv_len)
             for start in range(0, q_len, queries_at_once):
                 stop = min(start + queries_at_once, q_len)
-                own = torch.arange(kv_len - q_len + start, kv_len - q_len + stop, device=key.device)
-                # key_heads (repeat queries) kv_len
-                part = block[:, start:stop].unflatten(0, (-1, repeat)).flatten(1, 2)
-                logits = torch.matmul(part, keys.transpose(1, 2))
-                logits = logits.view(last - first, group, stop - start, kv_len)
-                if softcap is not None:
-                    logits.div_(softcap).tanh_().mul_(softcap)
-                hidden = (columns > own[:, None]) | ~visible[:, None, None, :]
-                logits.masked_fill_(hidden, float("-inf"))
-                peak = logits.amax(dim=-1, keepdim=True)
-                if sinks is not None:
-                    sink = sinks[block_heads].float().view(last - first, group, 1, 1)
-                    peak = torch.maximum(peak, sink)
-                # A padding query sees nothing: its peak is -inf and its row must end as zeros.
-                peak.clamp_(min=torch.finfo(torch.float32).min)
-                logits.sub_(peak).exp_()
-                total = logits.sum(dim=-1, keepdim=True)
-                if sinks is not None:
-                    total += (sink - peak).exp_()
-                voting = visible[:, own][:, None, :, None]
-                logits.mul_(torch.where(voting, 1 / total, 0.0))
-                received += logits.sum(dim=2).flatten(0, 1)
-            del keys, logits  # before the next block makes its own
-            out[row, first:last] = reduce_groups(received, last - first, group_reduce)
+                seen = kv_len - q_len + stop  # later rows are hidden from all of these queries
+                received[..., :seen] += _attention_block(
+                    query[rows, of_queries, start:stop].float() * scaling,
+                    keys[:, :, :seen],
+                    valid[rows, first:last, :seen],
+                    softcap,
+                    None if sinks is None else sinks[of_queries].float(),
+                    weigh,
+                )
+            out[rows, first:last] = reduce_groups(received, last - first, group_reduce)
+            del keys  # before the next block makes its own
     return out
+
+
+def _attention_block(
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+    weigh: Callable[[Tensor, Tensor], Tensor] | None,
+) -> Tensor:
+    """Attention, summed over the queries of the last rows: rows x query heads x kv_len."""
+    batch, heads, q_len, _ = query.shape
+    key_heads, kv_heads, kv_len = key.shape[1], visible.shape[1], visible.shape[2]
+    # The query heads that share a key head are multiplied in one go.
+    grouped = query.reshape(batch, key_heads, -1, query.shape[3])
+    logits = torch.matmul(grouped, key.transpose(2, 3))
+    logits = logits.view(batch, kv_heads, heads // kv_heads, q_len, kv_len)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    shown = visible[:, :, None, None, :]
+    if q_len > 1:
+        columns = torch.arange(kv_len, device=key.device)
+        shown = shown & (columns <= columns[kv_len - q_len :, None])
+    logits.masked_fill_(~shown, float("-inf"))
+    peak = logits.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1, 1)
+        peak = torch.maximum(peak, sinks)
+    # A padding query sees nothing: its peak is -inf and its row must end as zeros.
+    peak.clamp_(min=torch.finfo(torch.float32).min)
+    logits.sub_(peak).exp_()
+    total = logits.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks - peak).exp_()
+    voting = visible[:, :, None, kv_len - q_len :, None]
+    logits.mul_(torch.where(voting, 1 / total, 0.0))
+    if weigh is not None:
+        logits = weigh(logits, shown.sum(dim=-1, keepdim=True)) * (shown & voting)
+    return logits.sum(dim=3).flatten(1, 2)
 
 
 def left_padding(real: Bool[Tensor, "batch kv_len"]) -> tuple[Int64[Tensor, " batch"], list[int]]:

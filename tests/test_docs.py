@@ -19,9 +19,11 @@ def policy_table():
 
     lines = ["| name | class | what it keeps | evicts at | source |", "|---|---|---|---|---|"]
     for name, entry in registry().policies.items():
+        if entry.distribution != "kvcompress":
+            continue
         doc = entry.policy.__doc__
         summary = doc.strip().splitlines()[0].removesuffix(".")
-        source = re.search(r"Source: (.*?)[;\n]", doc).group(1).strip()
+        source = re.search(r"Source: (.*?)[;\n]", doc).group(1).strip().removesuffix(".")
         source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
         phases = ", ".join(sorted(entry.policy.phases, reverse=True))
         cells = [f"`{name}`", f"`{entry.policy.__name__}`", summary, phases, source]

@@ -28,9 +28,11 @@ RANKS = [
     {"errors", "report", "hookspecs"},
     {"tensors", "timing", "models"},
     {"policy"},
+    {"composition"},
     {"selection", "plugins"},
     {"attention"},
     {"state"},
+    {"rotation"},
     {"cache"},
     {"hosting"},
     {"session"},
@@ -128,7 +130,7 @@ def test_policy_files_stay_small():
 def test_nothing_of_this_workplace_is_named():
     """The project speaks of itself alone."""
     words = ["/wo" + "rk/", "sha" + "red/", "is" + "sue #"]
-    for folder in (*PACKAGES.values(), ROOT / "tests", ROOT / "docs"):
+    for folder in (*PACKAGES.values(), ROOT / "tests", ROOT / "docs", ROOT / "examples"):
         for path in folder.rglob("*"):
             if path.suffix in {".py", ".md", ".toml"}:
                 text = path.read_text()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor
 
-from kvcompress.errors import ShapeError, UnsupportedModeError
+from kvcompress.errors import PolicyConfigError, ShapeError, UnsupportedModeError
 from kvcompress.plugins import policy_from
 from kvcompress.policy import LayerView, Policy
 from kvcompress.selection import batch_budget, final_scores, select_rows
@@ -44,11 +44,19 @@ def kept_positions(
         UnsupportedModeError: Padding that is not at the left, or rows of unequal length under
             `keep_ratio`.
     """
-    policy = policy_from(policy)
-    view, lengths = _view(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
-    kept = min(batch_budget(policy, lengths, layer_idx, num_layers), view.held)
+    policy = _of_prompt(policy)
+    view = view_of(
+        policy,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        attention_mask=attention_mask,
+        layer_idx=layer_idx,
+        num_layers=num_layers,
+    )
     columns = torch.arange(view.held, device=key.device).expand_as(view.positions)
-    index = columns if kept == view.held else select_rows(policy, view, kept)
+    index = columns if view.budget == view.held else select_rows(policy, view, view.budget)
     return torch.where(view.valid.gather(2, index), index, -1)
 
 
@@ -67,21 +75,40 @@ def scores(
 
     Arguments as for `kept_positions`.
     """
-    policy = policy_from(policy)
-    view, _ = _view(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
+    policy = _of_prompt(policy)
+    view = view_of(
+        policy,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        attention_mask=attention_mask,
+        layer_idx=layer_idx,
+        num_layers=num_layers,
+    )
     return final_scores(policy, view)
 
 
-def _view(
+def _of_prompt(spec: Policy | str | Mapping[str, Any]) -> Policy:
+    policy = policy_from(spec)
+    part = policy.part("prefill")
+    if part is None:
+        raise PolicyConfigError(f"{policy} does not evict when a prompt ends.")
+    return part
+
+
+def view_of(
     policy: Policy,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
-    attention_mask: Tensor | None,
-    layer_idx: int,
-    num_layers: int,
-) -> tuple[LayerView, list[int]]:
+    *,
+    scaling: float | None = None,
+    attention_mask: Tensor | None = None,
+    layer_idx: int = 0,
+    num_layers: int = 1,
+) -> LayerView:
+    """What a policy is shown when a prompt ends; arguments as for `kept_positions`."""
     batch, kv_heads, kv_len, head_dim = key.shape
     if query.shape[2] > kv_len:
         raise ShapeError(
@@ -115,4 +142,5 @@ def _view(
         state = policy.observe(LayerView(query=query, **facts))
     wanted = policy.query_tokens(layer_idx, num_layers)
     last = query[:, :, query.shape[2] - min(wanted, query.shape[2]) :]
-    return LayerView(query=last, state=state, **facts), lengths
+    budget = min(batch_budget(policy, lengths, layer_idx, num_layers), kv_len)
+    return LayerView(query=last, state=state, budget=budget, **facts)

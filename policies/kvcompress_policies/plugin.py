@@ -12,6 +12,20 @@ if TYPE_CHECKING:
 @hookimpl
 def kvcompress_policies() -> "Iterable[type[Policy]]":
     """The classes."""
+    from kvcompress_policies.h2o import H2OPolicy
+    from kvcompress_policies.knorm import KNormPolicy
+    from kvcompress_policies.pyramidkv import PyramidKVPolicy
     from kvcompress_policies.snapkv import SnapKVPolicy
+    from kvcompress_policies.snapkv_decoding import SnapKVDecodingPolicy
+    from kvcompress_policies.streaming_llm import StreamingLLMPolicy
+    from kvcompress_policies.tova import TOVAPolicy
 
-    return [SnapKVPolicy]
+    return [
+        SnapKVPolicy,
+        PyramidKVPolicy,
+        SnapKVDecodingPolicy,
+        H2OPolicy,
+        TOVAPolicy,
+        StreamingLLMPolicy,
+        KNormPolicy,
+    ]

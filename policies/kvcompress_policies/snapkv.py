@@ -31,7 +31,8 @@ def pool_votes(
     return pooled
 
 
-def _odd(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+def odd(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """Refuse even kernel sizes."""
     for size in value if isinstance(value, tuple) else (value,):
         if size % 2 == 0:
             raise ValueError(
@@ -64,7 +65,7 @@ class SnapKVPolicy(Policy):
         default=32,
         description="Last tokens of the prompt that vote and are always kept; below capacity.",
     )
-    kernel_size: Annotated[PerLayer, AfterValidator(_odd)] = Field(
+    kernel_size: Annotated[PerLayer, AfterValidator(odd)] = Field(
         default=5, description="Width of the pooling over neighbouring positions; odd."
     )
     pooling: Pooling = Field(

@@ -203,7 +203,7 @@ def test_append_after_short_padded_rows_is_refused(make_model, prompt):
         first = full(model, inputs)
         ids = torch.cat([first.sequences, torch.randint(1, 101, (2, 40))], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 48, dtype=torch.long)], dim=1)
-        with pytest.raises(UnsupportedModeError, match="revote"):
+        with pytest.raises(UnsupportedModeError, match="append"):
             full(
                 model,
                 {"input_ids": ids, "attention_mask": mask},

@@ -237,12 +237,10 @@ def test_capacity_must_exceed_what_is_always_kept(make_model):
 
 
 def test_untried_transformers_is_logged_once(make_model, monkeypatch):
-    import transformers
-
     from kvcompress import hosting
 
     said = []
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(hosting.transformers, "__version__", "5.99.0")
     monkeypatch.setattr(hosting.logger, "warning", lambda *message: said.append(message))
     hosting._note_version.cache_clear()
     try:

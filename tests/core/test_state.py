@@ -9,18 +9,14 @@ def counting():
     """A toy policy: keeps the rows with most attention so far, and acts at decode as well."""
     from typing import ClassVar
 
-    from pydantic import Field
-
-    from kvcompress import Policy
+    from kvcompress import DecodePolicy
     from kvcompress.tensors import attention_received
 
-    class CountingPolicy(Policy):
+    class CountingPolicy(DecodePolicy):
         """Sums attention over all queries so far."""
 
         name: ClassVar[str] = "counting"
-        phases: ClassVar = frozenset({"prefill", "decode"})
         needs: ClassVar = frozenset({"observe"})
-        interval: int = Field(default=1, ge=1)
 
         def observe(self, view):
             got = attention_received(view.query, view.key, view.valid, scaling=view.scaling)
@@ -150,13 +146,19 @@ def test_observe_sees_no_more_than_its_view(make_model, prompt):
     """Shapes of every view, at prefill and at decode, with drafts of nothing."""
     from typing import ClassVar
 
-    from kvcompress import Policy, press
+    from kvcompress import DecodePolicy, press
 
     views = []
 
-    class WatchingPolicy(Policy):
+    class WatchingPolicy(DecodePolicy):
         name: ClassVar[str] = "watching"
-        phases: ClassVar = frozenset({"prefill", "decode"})
+
+        def protected_tokens(self, layer_idx, num_layers):
+            return 5
+
+        def protected(self, view):
+            rows = torch.arange(view.held, device=view.key.device)
+            return (rows >= view.held - 5).expand_as(view.valid)
 
         def query_tokens(self, layer_idx, num_layers):
             return 5
@@ -173,4 +175,5 @@ def test_observe_sees_no_more_than_its_view(make_model, prompt):
     assert [view.layer_idx for view in views] == [0, 1, 2] * 3
     assert {view.num_layers for view in views} == {3}
     assert all(view.query.shape[2] == 5 for view in views)
+    assert {view.budget for view in views} == {10}
     assert all(view.valid.all() and view.kv_heads == 2 for view in views)

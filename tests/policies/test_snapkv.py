@@ -453,8 +453,10 @@ def test_masks_and_queries_that_cannot_be_are_refused():
     for wrong in (mask.flip(1), mask.roll(-3, dims=1)):
         with pytest.raises(UnsupportedModeError, match="zeros at the left"):
             kept_positions(SMALL, query, key, value, attention_mask=wrong)
-    with pytest.raises(UnsupportedModeError, match=r"keep_ratio=0\.5 .* 30 to 40 tokens"):
-        kept_positions("snapkv:keep_ratio=0.5", query, key, value, attention_mask=mask)
+    with pytest.raises(UnsupportedModeError, match=r"keep_ratio=0\.5.* 30 to 40 tokens"):
+        kept_positions(
+            "snapkv:keep_ratio=0.5:window_size=4", query, key, value, attention_mask=mask
+        )
     with pytest.raises(ShapeError, match="query has 40 tokens and key 39"):
         kept_positions(SMALL, query, key[:, :, 1:], value[:, :, 1:])
 
