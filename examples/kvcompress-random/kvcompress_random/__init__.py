@@ -1,0 +1,1 @@
+"""Random eviction for kvcompress; imports nothing, since `kvcompress --help` imports it too."""
