@@ -26,6 +26,37 @@ def with_slack(rows: int) -> int:
     return rows + max(MIN_SLACK, rows // 8)
 
 
+class SpareBuffers:
+    """The buffers that the last eviction left, for the next one: shared by the layers of a cache.
+
+    So a step of decode that evicts allocates nothing, at the cost of one layer's memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What is held here."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def swap(self, kind: str, used: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A buffer of `shape` like `used`, which may be taken over if it has that shape too."""
+        spare = self._buffers.pop(kind, None)
+        if used.shape == shape:
+            self._buffers[kind] = used
+        wanted = (shape, used.dtype, used.device, torch.is_inference_mode_enabled())
+        if spare is not None:
+            has = (tuple(spare.shape), spare.dtype, spare.device, spare.is_inference())
+            if has == wanted:
+                return spare
+        return used.new_empty(shape)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._buffers.clear()
+
+
 class KVLayer(DynamicLayer, HostedLayer):
     """One layer of a compressed cache.
 
@@ -39,9 +70,15 @@ class KVLayer(DynamicLayer, HostedLayer):
     is_croppable = True
 
     def __init__(
-        self, state: CacheState, index: int, lease: Lease, rotation: Rotation | None = None
+        self,
+        state: CacheState,
+        index: int,
+        lease: Lease,
+        spare: SpareBuffers,
+        rotation: Rotation | None = None,
     ) -> None:
         self.state = state
+        self._spare = spare
         self._rotation = rotation
         self.index = index
         self.counts = state.counts[index]
@@ -175,14 +212,17 @@ class KVLayer(DynamicLayer, HostedLayer):
     def keep(self, index: Int64[Tensor, "batch kv_heads kept"]) -> None:
         """Evict every row that is not in `index` (ascending) and release its storage."""
         assert self._keys is not None and self._values is not None
-        columns = self.columns.gather(2, index).int()
+        self._columns = self.columns.gather(2, index).int()
         if self._front is not None:
             self._keys[:, :, : self._front.shape[2]] = self._front
-        self._keys = self._gathered(self._keys, index)
-        self._values = self._gathered(self._values, index)
         self._state = {name: rows.gather(2, index) for name, rows in self._state.items()}
-        self._columns = columns
-        self.counts.held = index.shape[2]
+        kept = self.counts.held = index.shape[2]
+        decode = self.state.decode if self.state.phase == "decode" else None
+        rows = with_slack(kept) if decode is None else kept + decode.interval
+        # Rows to come are filled with the first one, which is quicker than a second index.
+        index = torch.nn.functional.pad(index, (0, rows - kept))
+        self._keys = self._gathered("keys", self._keys, index)
+        self._values = self._gathered("values", self._values, index)
         if self._rotation is not None:
             self._reindex(self._rotation)
         self._account()
@@ -203,20 +243,18 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._front = self._keys[:, :, :moved].clone()
         self._keys[:, :, :moved] = rotation.move(self._front, self.index, old, new)
 
-    def _gathered(self, buffer: Tensor, index: Tensor) -> Tensor:
-        rows = buffer[:, :, : self.counts.held]
-        if torch.is_grad_enabled() and rows.requires_grad:
-            return gather_rows(rows, index)
-        batch, kv_heads, kept = index.shape
-        out = rows.new_empty(batch, kv_heads, with_slack(kept), rows.shape[3])
-        gather_rows(rows, index, out=out[:, :, :kept])
-        return out
+    def _gathered(self, kind: str, buffer: Tensor, index: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and buffer.requires_grad:
+            return gather_rows(buffer, index)
+        out = self._spare.swap(kind, buffer, (*index.shape, buffer.shape[3]))
+        return gather_rows(buffer, index, out)
 
     def _account(self) -> None:
         assert self._keys is not None and self._values is not None
         parts = [self._keys, self._values, self._columns, self._recent, self._front]
         parts += self._state.values()
-        self.counts.allocated_bytes = sum(part.nbytes for part in parts if part is not None)
+        allocated = sum(part.nbytes for part in parts if part is not None)
+        self.counts.allocated_bytes = allocated + (self._spare.nbytes if self.index == 0 else 0)
         batch, kv_heads = self._keys.shape[:2]
         width = self._keys.shape[3] * self._keys.itemsize
         width += self._values.shape[3] * self._values.itemsize
@@ -358,7 +396,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             key=key,
             value=value,
             positions=positions,
-            valid=positions >= 0,
+            padded=self.state.pads is not None,
             layer_idx=self.index,
             num_layers=self.state.num_layers,
             seen=self.counts.seen - (self.counts.held - held),
@@ -512,6 +550,7 @@ class KVLayer(DynamicLayer, HostedLayer):
     def reset(self) -> None:
         """Back to an empty layer."""
         self._forget()
+        self._spare.clear()
         self.is_initialized = False
         self.record_past = False
         if self.index == 0:

@@ -1,17 +1,20 @@
 """What a policy is and all that it may see: the base class and the view of one layer."""
 
 import difflib
+import functools
 import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from jaxtyping import Bool, Float, Int64
+import torch
+from jaxtyping import Bool, Float, Float32, Int64
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from kvcompress.errors import PolicyConfigError
+from kvcompress.tensors import GroupReduce, Weigh, attention_received
 
 Phase = Literal["prefill", "decode"]
 
@@ -45,9 +48,7 @@ class LayerView:
     """After RoPE, as the attention function gets it."""
     value: Float[Tensor, "batch key_heads held value_dim"]
     positions: Int64[Tensor, "batch kv_heads held"]
-    """Original position of every row; -1 for padding."""
-    valid: Bool[Tensor, "batch kv_heads held"]
-    """False for padding, which is always at the left."""
+    """Original position of every row; -1 for padding, which is always at the left."""
     scaling: float
     """The model's factor on attention logits."""
     layer_idx: int
@@ -57,6 +58,8 @@ class LayerView:
     seen: int
     """Tokens that this layer has seen, evicted ones and padding included."""
     phase: Phase
+    padded: bool = True
+    """False if it is known that no row is padding."""
     budget: int = 0
     """Rows of the view that will stay, not counting any that core keeps in any case; 0 in
     `observe`, where nothing is chosen."""
@@ -67,6 +70,11 @@ class LayerView:
     sinks: Float[Tensor, " heads"] | None = None
     """Learned logits in the softmax's denominator where the model has them."""
 
+    @functools.cached_property
+    def valid(self) -> Bool[Tensor, "batch kv_heads held"]:
+        """False for padding."""
+        return self.positions >= 0
+
     @property
     def held(self) -> int:
         """Rows in the view."""
@@ -76,6 +84,30 @@ class LayerView:
     def kv_heads(self) -> int:
         """Heads of the cache: one set of kept rows each."""
         return self.positions.shape[1]
+
+    def last(self, count: int) -> Bool[Tensor, "batch kv_heads held"]:
+        """True for the newest `count` rows."""
+        rows = torch.arange(self.held, device=self.positions.device)
+        return (rows >= self.held - count).expand(self.positions.shape)
+
+    def attention_received(
+        self, *, group_reduce: GroupReduce = "mean", weigh: Weigh | None = None
+    ) -> Float32[Tensor, "batch kv_heads held"]:
+        """Attention that every row gets from the view's queries, summed over them.
+
+        As the model's own attention, caps and sinks included; see `tensors.attention_received`.
+        """
+        return attention_received(
+            self.query,
+            self.key,
+            self.valid if self.padded else None,
+            scaling=self.scaling,
+            kv_heads=self.kv_heads,
+            group_reduce=group_reduce,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            weigh=weigh,
+        )
 
 
 class Policy(BaseModel):

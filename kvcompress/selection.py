@@ -52,7 +52,7 @@ def final_scores(
     for rows in (policy.protected(view), keep_always):
         if rows is not None:
             scores = scores.masked_fill(rows, float("inf"))
-    return scores.masked_fill(~view.valid, float("-inf"))
+    return scores.masked_fill(~view.valid, float("-inf")) if view.padded else scores
 
 
 def select_rows(

@@ -11,6 +11,8 @@ from kvcompress.errors import ShapeError
 
 GroupReduce = Literal["mean", "max", "sum"]
 
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
 SCORING_BYTES = 64 * 2**20
 """Default bound on the temporary memory of one scoring call."""
 
@@ -20,9 +22,21 @@ def gather_rows(
     index: Int64[Tensor, "batch kv_heads kept"],
     out: Float[Tensor, "batch kv_heads kept dim"] | None = None,
 ) -> Float[Tensor, "batch kv_heads kept dim"]:
-    """The chosen rows of every head, in the order of `index`."""
-    expanded = index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])
-    return torch.gather(rows, 2, expanded, out=out)
+    """The chosen rows of every head, in the order of `index`.
+
+    Quick if `rows` is contiguous: whole rows are copied then, many times faster on the CPU than
+    `torch.gather` copies single numbers.
+
+    Args:
+        rows: May hold more rows than are in use.
+        index: Into the rows of each head.
+        out: Where to put them; contiguous.
+    """
+    batch, heads, kv_len, dim = rows.shape
+    starts = torch.arange(0, batch * heads * kv_len, kv_len, device=index.device)
+    flat = (index + starts.view(batch, heads, 1)).flatten()
+    where = None if out is None else out.view(-1, dim)
+    return torch.index_select(rows.flatten(0, 2), 0, flat, out=where).view(*index.shape, dim)
 
 
 def top_positions(
@@ -35,7 +49,7 @@ def top_positions(
     scores are not NaN.
     """
     if kept == scores.shape[-1] - 1:
-        # One row goes, at every step of decode: the last of the lowest, where the flip puts it.
+        # One row goes, as in a step of decode: the last of the lowest, which a flip puts first.
         columns = torch.arange(kept, device=scores.device)
         victim = kept - scores.flip(-1).argmin(dim=-1, keepdim=True)
         return columns + (columns >= victim)
@@ -71,28 +85,30 @@ def reduce_groups(
 def attention_received(
     query: Float[Tensor, "batch heads q_len head_dim"],
     key: Float[Tensor, "batch key_heads kv_len head_dim"],
-    valid: Bool[Tensor, "batch kv_heads kv_len"],
+    valid: Bool[Tensor, "batch kv_heads kv_len"] | None,
     *,
     scaling: float,
+    kv_heads: int | None = None,
     group_reduce: GroupReduce = "mean",
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
-    weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
+    weigh: Weigh | None = None,
     max_bytes: int = SCORING_BYTES,
-) -> Float32[Tensor, "batch kv_heads kv_len"]:
+) -> Float32[Tensor, "batch cache_heads kv_len"]:
     """Attention that each cached row gets from the last queries, summed over the queries.
 
     Softmax runs over all rows, causal among the last `q_len` of them, and in float32 whatever the
     input dtype. Padding gets nothing and gives nothing: a query that is itself padding does not
     vote. Computed in blocks of heads and queries, so that logits of all heads are never alive
-    together.
+    together. Policies call it by `LayerView.attention_received`.
 
     Args:
         query: After RoPE; the queries of the last `q_len` rows, oldest first.
-        key: After RoPE, oldest first. More heads than `valid` has where the cache stores latents
-            (MLA) and the keys were expanded per query head.
-        valid: False for padding; one row of heads per head of the cache.
+        key: After RoPE, oldest first.
+        valid: False for padding; None if there is none.
         scaling: Factor on the logits, 1/sqrt(head_dim) in most models.
+        kv_heads: Heads of the cache, if not those of `valid` or `key`. Fewer than `key` has where
+            the cache stores latents (MLA) and the keys were expanded per query head.
         group_reduce: How the query heads of one KV head are combined, after the sum over queries.
         softcap: Logits become `softcap * tanh(logits / softcap)` first (Gemma 2).
         sinks: A learned logit per query head that only enters the denominator (gpt-oss).
@@ -104,8 +120,9 @@ def attention_received(
         ShapeError: Head counts do not divide, or there are more queries than rows.
     """
     batch, heads, q_len, _ = query.shape
-    kv_heads, kv_len = valid.shape[1:]
-    key_heads = key.shape[1]
+    key_heads, kv_len = key.shape[1:3]
+    if kv_heads is None:
+        kv_heads = key_heads if valid is None else valid.shape[1]
     if heads % key_heads or key_heads % kv_heads:
         raise ShapeError(
             f"{heads} query heads, {key_heads} key heads and {kv_heads} cache heads do not divide."
@@ -113,38 +130,43 @@ def attention_received(
     if q_len > kv_len:
         raise ShapeError(f"{q_len} queries for {kv_len} rows: give the last queries only.")
     group = heads // kv_heads
-    # Logits of one KV head's group for one query with a temporary copy and the mask, and the
-    # float32 copy of the head's keys.
+    # Logits of one KV head's group for one query with what `weigh` makes of them and the mask, and
+    # the float32 copy of the head's keys.
     query_bytes = (4 * group * (1 if weigh is None else 3) + 1) * kv_len
     key_bytes = 0 if key.dtype == torch.float32 else 4 * kv_len * key.shape[-1]
     key_bytes *= key_heads // kv_heads
     per_head = max(key_bytes + query_bytes * q_len, 1)
+    if batch * kv_heads * per_head <= max_bytes:
+        block = _attention_block(
+            query, key.float(), valid, kv_heads, scaling, softcap, sinks, weigh
+        )
+        return reduce_groups(block, kv_heads, group_reduce)
     heads_at_once = max(1, min(kv_heads, max_bytes // per_head))
-    rows_at_once = max(1, min(batch, max_bytes // (per_head * kv_heads)))
     queries_at_once = q_len
-    if per_head > max_bytes:
+    if heads_at_once == 1:
         queries_at_once = min(q_len, max(1, (max_bytes - key_bytes) // query_bytes))
     out = torch.zeros(batch, kv_heads, kv_len, dtype=torch.float32, device=key.device)
-    for row in range(0, batch, rows_at_once):
-        rows = slice(row, row + rows_at_once)
+    for row in range(batch):
         for first in range(0, kv_heads, heads_at_once):
             last = min(first + heads_at_once, kv_heads)
             of_keys = slice(first * key_heads // kv_heads, last * key_heads // kv_heads)
             of_queries = slice(first * group, last * group)
-            keys = key[rows, of_keys].float()
-            received = out.new_zeros(keys.shape[0], (last - first) * group, kv_len)
+            keys = key[row : row + 1, of_keys].float()
+            received = out.new_zeros(1, (last - first) * group, kv_len)
             for start in range(0, q_len, queries_at_once):
                 stop = min(start + queries_at_once, q_len)
                 seen = kv_len - q_len + stop  # later rows are hidden from all of these queries
                 received[..., :seen] += _attention_block(
-                    query[rows, of_queries, start:stop].float() * scaling,
+                    query[row : row + 1, of_queries, start:stop],
                     keys[:, :, :seen],
-                    valid[rows, first:last, :seen],
+                    None if valid is None else valid[row : row + 1, first:last, :seen],
+                    last - first,
+                    scaling,
                     softcap,
-                    None if sinks is None else sinks[of_queries].float(),
+                    None if sinks is None else sinks[of_queries],
                     weigh,
                 )
-            out[rows, first:last] = reduce_groups(received, last - first, group_reduce)
+            out[row : row + 1, first:last] = reduce_groups(received, last - first, group_reduce)
             del keys  # before the next block makes its own
     return out
 
@@ -152,28 +174,32 @@ def attention_received(
 def _attention_block(
     query: Tensor,
     key: Tensor,
-    visible: Tensor,
+    visible: Tensor | None,
+    kv_heads: int,
+    scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
-    weigh: Callable[[Tensor, Tensor], Tensor] | None,
+    weigh: Weigh | None,
 ) -> Tensor:
-    """Attention, summed over the queries of the last rows: rows x query heads x kv_len."""
-    batch, heads, q_len, _ = query.shape
-    key_heads, kv_heads, kv_len = key.shape[1], visible.shape[1], visible.shape[2]
+    """Attention, summed over the queries of the last rows: batch x query heads x kv_len."""
+    batch, heads, q_len, dim = query.shape
+    key_heads, kv_len = key.shape[1:3]
     # The query heads that share a key head are multiplied in one go.
-    grouped = query.reshape(batch, key_heads, -1, query.shape[3])
+    grouped = (query.float() * scaling).reshape(batch, key_heads, -1, dim)
     logits = torch.matmul(grouped, key.transpose(2, 3))
     logits = logits.view(batch, kv_heads, heads // kv_heads, q_len, kv_len)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
-    shown = visible[:, :, None, None, :]
-    if q_len > 1:
-        columns = torch.arange(kv_len, device=key.device)
-        shown = shown & (columns <= columns[kv_len - q_len :, None])
+    if q_len == 1 and visible is None and sinks is None and weigh is None:
+        return logits.softmax(dim=-1).view(batch, heads, kv_len)  # every step of decode
+    columns = torch.arange(kv_len, device=key.device)
+    shown = (columns <= columns[kv_len - q_len :, None])[None, None, None]
+    if visible is not None:
+        shown = shown & visible[:, :, None, None, :]
     logits.masked_fill_(~shown, float("-inf"))
     peak = logits.amax(dim=-1, keepdim=True)
     if sinks is not None:
-        sinks = sinks.view(kv_heads, -1, 1, 1)
+        sinks = sinks.float().view(kv_heads, -1, 1, 1)
         peak = torch.maximum(peak, sinks)
     # A padding query sees nothing: its peak is -inf and its row must end as zeros.
     peak.clamp_(min=torch.finfo(torch.float32).min)
@@ -181,10 +207,14 @@ def _attention_block(
     total = logits.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total += (sinks - peak).exp_()
-    voting = visible[:, :, None, kv_len - q_len :, None]
-    logits.mul_(torch.where(voting, 1 / total, 0.0))
+    share = 1 / total
+    if visible is not None:
+        voting = visible[:, :, None, kv_len - q_len :, None]
+        share = torch.where(voting, share, 0.0)
+        shown = shown & voting
+    logits.mul_(share)
     if weigh is not None:
-        logits = weigh(logits, shown.sum(dim=-1, keepdim=True)) * (shown & voting)
+        logits = weigh(logits, shown.sum(dim=-1, keepdim=True)) * shown
     return logits.sum(dim=3).flatten(1, 2)
 
 

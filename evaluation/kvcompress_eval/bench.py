@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -56,11 +56,11 @@ def compare(name: str, unit: str, ours: list[float], plain: list[float]) -> Rati
 
 
 def in_turn(
-    times: int, ours: Callable[[], Measured], plain: Callable[[], Measured]
+    times: int, ours: Callable[[], Measured], plain: Callable[[], Measured], first: int = 0
 ) -> tuple[list[Measured], list[Measured]]:
     """What both give, called in turn; each goes first half of the time."""
     results: tuple[list[Measured], list[Measured]] = ([], [])
-    for turn in range(times):
+    for turn in range(first, first + times):
         order = [(results[0], ours), (results[1], plain)]
         for found, call in order if turn % 2 else reversed(order):
             found.append(call())
@@ -76,30 +76,50 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
-    """A decode step after compressing `length` tokens / one after a plain prompt of that budget.
+    """A decode step after compressing `length` tokens / one from a plain cache of as many rows.
 
-    One prefill each, then single steps in turn, so that both caches grow alike.
+    One prefill each, then single steps in turn. The plain cache is cut to what the compressed one
+    holds before every step, so that only the policy and the hosting differ. A policy that evicts
+    every so many tokens is timed over as many, `steps` times.
     """
     import torch
 
     from kvcompress import CompressedCache
     from kvcompress_eval.measure import cache_of
 
-    budget = policy.budget(length, 0, 1)
     ids = _random_ids(model, length)
     compressed = CompressedCache(model, policy, prompt_length=length)
+    interval: int = getattr(policy.part("decode"), "interval", 1)
 
     def step(cache: Any) -> float:
         return 1000 * _seconds(lambda: _forward(model, ids[:, :1], cache))
 
     with torch.inference_mode():
         _forward(model, ids, compressed)
-        dense = cache_of(_forward(model, ids[:, :budget], None))
-        both = partial(in_turn, ours=lambda: step(compressed), plain=lambda: step(dense))
-        both(3)  # the first steps pay for growing the buffers
-        ours, plain = both(steps)
-    name = f"decode after {length} -> {budget} / after a plain prompt of {budget}"
+        held = _held(compressed)
+        dense = cache_of(_forward(model, ids[:, : held + 1], None))
+
+        def plain_step() -> float:
+            # Also when the compressed cache goes first, both steps start from equal caches.
+            if rows < dense.get_seq_length():
+                dense.crop(rows - dense.get_seq_length())
+            return step(dense)
+
+        pairs = []
+        for number in range(steps * interval + 3):
+            rows = _held(compressed)
+            pairs.append(in_turn(1, lambda: step(compressed), plain_step, first=number))
+    # The first steps pay for growing the buffers. Every step between two evictions counts alike.
+    blocks = [pairs[i : i + interval] for i in range(3, len(pairs), interval)]
+    ours, plain = ([fmean(pair[who][0] for pair in block) for block in blocks] for who in (0, 1))
+    name = f"decode after {length} -> {held} with {policy} / plain from as many rows"
     return compare(name, "ms/token", ours, plain)
+
+
+def _held(cache: Any) -> int:
+    """Rows of the layer that holds most."""
+    held: int = max(layer.held_tokens for layer in cache.report().layers)
+    return held
 
 
 def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
@@ -121,23 +141,27 @@ def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
             lambda: _seconds(pressed),
             lambda: _seconds(lambda: _forward(model, ids, None)),
         )
-    return compare(f"prefill of {length} with {policy.name} / plain prefill", "s", ours, plain)
+    return compare(f"prefill of {length} with {policy} / plain prefill", "s", ours, plain)
 
 
-def memory_ratios(options: dict[str, Any], repeats: int) -> list[Ratio]:
+def _alone(measure: Callable[..., Ratio], *arguments: Any) -> list[Ratio]:
+    return [measure(*arguments)]
+
+
+def memory_ratios(options: dict[str, Any], policy: str, repeats: int) -> list[Ratio]:
     """Peak and lasting memory of a prefill, each in a process of its own."""
 
-    def grown(policy: str | None) -> dict[str, float]:
-        child = json.dumps({**options, "policy": policy})
+    def grown(pressed: str | None) -> dict[str, float]:
+        child = json.dumps({**options, "policy": pressed})
         command = [sys.executable, "-m", "kvcompress_eval.bench", child]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return result
 
-    ours, plain = in_turn(repeats, lambda: grown(options["policy"]), lambda: grown(None))
+    ours, plain = in_turn(repeats, lambda: grown(policy), lambda: grown(None))
     return [
         compare(
-            f"{title} a prefill of {options['length']}",
+            f"{title} a prefill of {options['length']} with {policy} / plain prefill",
             "MiB",
             [each[key] for each in ours],
             [each[key] for each in plain],
@@ -238,11 +262,15 @@ def bench(
     what: Annotated[What, typer.Argument(help="Which measurement.")] = What.all,
     model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
     policy: Annotated[
-        str, typer.Option(help="Policy, as name:field=value:...")
-    ] = "snapkv:capacity=512",
+        list[str] | None,
+        typer.Option(help="Policy, as name:field=value:...; may be repeated."),
+    ] = None,
     length: Annotated[int, typer.Option(min=64, help="Prompt tokens.")] = 4096,
     repeats: Annotated[int, typer.Option(min=2, help="Pairs of prefills.")] = 5,
-    steps: Annotated[int, typer.Option(min=5, help="Pairs of decode steps.")] = 60,
+    steps: Annotated[
+        int,
+        typer.Option(min=5, help="Pairs of decode steps, or of steps from eviction to eviction."),
+    ] = 60,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the record to this JSONL file.")] = None,
@@ -261,43 +289,40 @@ def bench(
 
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     torch.set_num_threads(threads)
-    chosen = policy_from(policy)
-    options = {
-        "model": model,
-        "policy": chosen.to_string(),
-        "length": length,
-        "device": device,
-        "threads": threads,
-    }
-    jobs: list[tuple[What, Callable[[], list[Ratio]]]] = []
+    chosen = [policy_from(each) for each in policy or ["snapkv:capacity=512"]]
+    jobs: list[Callable[[], list[Ratio]]] = []
+    options = {"model": model, "length": length, "device": device, "threads": threads}
     if what in (What.memory, What.all):
-        jobs.append((What.memory, lambda: memory_ratios(options, repeats)))
+        jobs += [partial(memory_ratios, options, each.to_string(), repeats) for each in chosen]
     if what in (What.decode, What.prefill, What.all):
         loaded, _ = load(model, device=device)
-        jobs.append((What.decode, lambda: [decode_ratio(loaded, chosen, length, steps)]))
-        jobs.append((What.prefill, lambda: [prefill_ratio(loaded, chosen, length, repeats)]))
+        for each in chosen:
+            if what is not What.prefill:
+                jobs.append(partial(_alone, decode_ratio, loaded, each, length, steps))
+            if what is not What.decode:
+                jobs.append(partial(_alone, prefill_ratio, loaded, each, length, repeats))
     ratios: list[Ratio] = []
     console = Console()
-    wanted = [job for job in jobs if what in (job[0], What.all)]
-    for _, job in track(wanted, description="measuring", console=console):
+    for job in track(jobs, description="measuring", console=console):
         ratios += job()
-    table = Table(title=f"{chosen} on {model}, {threads} threads")
+    table = Table(title=f"{model}, {threads} threads")
     for heading in ("measurement", "ours", "plain", "unit", "ratio", "quartiles", "pairs"):
-        table.add_column(heading)
-    for each in ratios:
+        table.add_column(heading, overflow="fold", min_width=len(heading))
+    for ratio in ratios:
         table.add_row(
-            each.name,
-            f"{each.ours:.2f}",
-            f"{each.plain:.2f}",
-            each.unit,
-            f"{each.ratio:.3f}",
-            f"{each.low:.3f} to {each.high:.3f}",
-            str(each.pairs),
+            ratio.name,
+            f"{ratio.ours:.2f}",
+            f"{ratio.plain:.2f}",
+            ratio.unit,
+            f"{ratio.ratio:.3f}",
+            f"{ratio.low:.3f} to {ratio.high:.3f}",
+            str(ratio.pairs),
         )
     console.print(table)
     if out is not None:
         record = {
             **options,
+            "policies": [each.to_string() for each in chosen],
             "kvcompress": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,

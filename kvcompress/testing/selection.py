@@ -130,7 +130,7 @@ def view_of(
         "key": key,
         "value": value,
         "positions": positions,
-        "valid": positions >= 0,
+        "padded": pads is not None,
         "scaling": head_dim**-0.5 if scaling is None else scaling,
         "layer_idx": layer_idx,
         "num_layers": num_layers,

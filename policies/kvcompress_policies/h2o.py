@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from jaxtyping import Bool, Float32
 from pydantic import Field
 from torch import Tensor
 
 from kvcompress.policy import DecodePolicy, LayerView
-from kvcompress.tensors import attention_received
 
 
 class H2OPolicy(DecodePolicy):
@@ -50,19 +48,11 @@ class H2OPolicy(DecodePolicy):
 
     def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"]:
         """The recent rows."""
-        rows = torch.arange(view.held, device=view.key.device)
-        return (rows >= view.held - self.recent(view.budget)).expand_as(view.valid)
+        return view.last(self.recent(view.budget))
 
     def observe(self, view: LayerView) -> Mapping[str, Tensor]:
         """Add what this forward's queries attend to."""
-        received = attention_received(
-            view.query,
-            view.key,
-            view.valid,
-            scaling=view.scaling,
-            softcap=view.softcap,
-            sinks=view.sinks,
-        )
+        received = view.attention_received()
         before = view.state.get("received")
         return {"received": received if before is None else received + before}
 

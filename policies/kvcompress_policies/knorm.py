@@ -35,8 +35,7 @@ class KNormPolicy(DecodePolicy):
         """The newest rows."""
         if not self.protect_recent:
             return None
-        rows = torch.arange(view.held, device=view.key.device)
-        return (rows >= view.held - self.protect_recent).expand_as(view.valid)
+        return view.last(self.protect_recent)
 
     def scores(self, view: LayerView) -> Float32[Tensor, "batch kv_heads held"]:
         """The negative norm; its mean over the heads where latents were expanded."""

@@ -2,14 +2,13 @@
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from jaxtyping import Bool, Float32
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
 from kvcompress.policy import LayerView, PerLayer, Policy
-from kvcompress.tensors import GroupReduce, attention_received
+from kvcompress.tensors import GroupReduce
 
 Pooling = Literal["avg", "max", "none"]
 
@@ -111,20 +110,11 @@ class SnapKVPolicy(Policy):
 
     def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"]:
         """The last `window_size` rows."""
-        rows = torch.arange(view.held, device=view.key.device)
-        return (rows >= view.held - self.at("window_size", view.layer_idx)).expand_as(view.valid)
+        return view.last(self.at("window_size", view.layer_idx))
 
     def scores(self, view: LayerView) -> Float32[Tensor, "batch kv_heads held"]:
         """Pooled votes for the rows before the window; 0 for the window, which is protected."""
-        votes = attention_received(
-            view.query,
-            view.key,
-            view.valid,
-            scaling=view.scaling,
-            group_reduce=self.group_reduce,
-            softcap=view.softcap,
-            sinks=view.sinks,
-        )
+        votes = view.attention_received(group_reduce=self.group_reduce)
         window = min(self.at("window_size", view.layer_idx), view.held)
         kernel_size = self.at("kernel_size", view.layer_idx)
         pooled = pool_votes(votes[..., : view.held - window], kernel_size, self.pooling)

@@ -2,12 +2,10 @@
 
 from typing import ClassVar
 
-import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from kvcompress.policy import DecodePolicy, LayerView
-from kvcompress.tensors import attention_received
 
 
 class TOVAPolicy(DecodePolicy):
@@ -30,18 +28,10 @@ class TOVAPolicy(DecodePolicy):
 
     def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"]:
         """The newest row."""
-        rows = torch.arange(view.held, device=view.key.device)
-        return (rows == view.held - 1).expand_as(view.valid)
+        return view.last(1)
 
     def scores(self, view: LayerView) -> Float32[Tensor, "batch kv_heads held"]:
         """Attention of the newest query, its mean over all query heads."""
-        received = attention_received(
-            view.query,
-            view.key,
-            view.valid,
-            scaling=view.scaling,
-            softcap=view.softcap,
-            sinks=view.sinks,
-        )
+        received = view.attention_received()
         # Groups are of equal size, so the mean of their means is the mean over all query heads.
         return received.mean(dim=1, keepdim=True).expand_as(received)

@@ -46,7 +46,6 @@ def view_of(scores, pads=(0,)):
         key=torch.zeros(batch, kv_heads, held, 1),
         value=value,
         positions=positions,
-        valid=positions >= 0,
         scaling=1.0,
         layer_idx=0,
         num_layers=1,

@@ -375,7 +375,6 @@ def test_the_policy_votes_with_the_models_softcap_and_sinks(softcap, sinks):
         key=key,
         value=key,
         positions=(valid.long().cumsum(-1) - 1),
-        valid=valid,
         scaling=0.3,
         layer_idx=0,
         num_layers=1,
