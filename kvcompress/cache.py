@@ -13,9 +13,9 @@ from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
 from kvcompress.errors import UnsupportedModeError
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
-from kvcompress.selection import batch_budget, select_rows
+from kvcompress.selection import batch_budget, final_scores
 from kvcompress.state import CacheState, Plan
-from kvcompress.tensors import gather_rows, positions_of
+from kvcompress.tensors import gather_rows, positions_of, row_numbers, top_positions
 
 MIN_SLACK = 256
 """Rows that a grown buffer has to spare; 12.5 % where that is more."""
@@ -26,13 +26,16 @@ def with_slack(rows: int) -> int:
     return rows + max(MIN_SLACK, rows // 8)
 
 
-class SpareBuffers:
-    """The buffers that the last eviction left, for the next one: shared by the layers of a cache.
+class Shared:
+    """What the layers of a cache share in evicting.
 
-    So a step of decode that evicts allocates nothing, at the cost of one layer's memory.
+    Buffers that one eviction leaves serve the next one, so that a step of decode that evicts
+    allocates nothing, at the cost of one layer's memory.
     """
 
     def __init__(self) -> None:
+        self.nominees: list[tuple[KVLayer, Tensor, int]] = []
+        """Layers that will evict when this forward ends, their scores and how many rows stay."""
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -40,20 +43,21 @@ class SpareBuffers:
         """What is held here."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def swap(self, kind: str, used: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def swap(self, kind: str, used: Tensor, shape: torch.Size) -> Tensor:
         """A buffer of `shape` like `used`, which may be taken over if it has that shape too."""
         spare = self._buffers.pop(kind, None)
         if used.shape == shape:
             self._buffers[kind] = used
         wanted = (shape, used.dtype, used.device, torch.is_inference_mode_enabled())
         if spare is not None:
-            has = (tuple(spare.shape), spare.dtype, spare.device, spare.is_inference())
+            has = (spare.shape, spare.dtype, spare.device, spare.is_inference())
             if has == wanted:
                 return spare
         return used.new_empty(shape)
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget all of it."""
+        self.nominees.clear()
         self._buffers.clear()
 
 
@@ -74,11 +78,11 @@ class KVLayer(DynamicLayer, HostedLayer):
         state: CacheState,
         index: int,
         lease: Lease,
-        spare: SpareBuffers,
+        shared: Shared,
         rotation: Rotation | None = None,
     ) -> None:
         self.state = state
-        self._spare = spare
+        self._shared = shared
         self._rotation = rotation
         self.index = index
         self.counts = state.counts[index]
@@ -90,7 +94,9 @@ class KVLayer(DynamicLayer, HostedLayer):
     def _forget(self) -> None:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._columns: Tensor | None = None  # of rows up to the last eviction; later ones follow on
+        self._columns: Tensor | None = None  # None until an eviction: rows are columns then
+        self._known = 0  # rows whose columns are written; later ones follow on from the newest
+        self._settled = 0  # rows that the last eviction left
         self._state: dict[str, Tensor] = {}
         self._recent: Tensor | None = None  # the turn's last queries
         self._front: Tensor | None = None  # keys of reindexed rows, at their original positions
@@ -136,12 +142,27 @@ class KVLayer(DynamicLayer, HostedLayer):
     def columns(self) -> Int64[Tensor, "batch kv_heads held"]:
         """Which of the seen tokens, padding included, every held row is."""
         assert self._keys is not None
-        batch, kv_heads = self._keys.shape[:2]
-        kept = 0 if self._columns is None else self._columns.shape[-1]
-        seen, held = self.counts.seen, self.counts.held
-        later = torch.arange(seen - held + kept, seen, device=self._keys.device)
-        later = later.expand(batch, kv_heads, -1)
-        return later if self._columns is None else torch.cat([self._columns.long(), later], dim=-1)
+        held, seen = self.counts.held, self.counts.seen
+        if self._columns is None:
+            every = torch.arange(seen, device=self._keys.device)
+            return every.expand(*self._keys.shape[:2], seen)
+        if self._known < held:
+            self._write_columns(self._columns)
+        return self._columns[..., :held].long()
+
+    def _write_columns(self, buffer: Tensor) -> None:
+        """Of the rows since the last time."""
+        held, seen, known = self.counts.held, self.counts.seen, self._known
+        frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if buffer.shape[2] < held or frozen:
+            grown = buffer.new_empty(*buffer.shape[:2], with_slack(held))
+            grown[..., :known] = buffer[..., :known]
+            buffer = grown
+        if held == known + 1:
+            buffer[..., known:held] = seen - 1
+        else:
+            buffer[..., known:held] = torch.arange(seen - held + known, seen, device=buffer.device)
+        self._columns, self._known = buffer, held
 
     @property
     def positions(self) -> Int64[Tensor, "batch kv_heads held"]:
@@ -209,23 +230,47 @@ class KVLayer(DynamicLayer, HostedLayer):
         if self.index == 0:
             self.state.updated = self.state.attended = 0
 
-    def keep(self, index: Int64[Tensor, "batch kv_heads kept"]) -> None:
-        """Evict every row that is not in `index` (ascending) and release its storage."""
+    def keep(
+        self,
+        index: Int64[Tensor, "batch kv_heads kept"],
+        numbers: Int64[Tensor, " rows"] | None = None,
+    ) -> None:
+        """Evict every row that is not in `index` (ascending) and release its storage.
+
+        Args:
+            index: The rows that stay.
+            numbers: `numbers_for(index)`, if it is at hand.
+        """
         assert self._keys is not None and self._values is not None
-        self._columns = self.columns.gather(2, index).int()
         if self._front is not None:
             self._keys[:, :, : self._front.shape[2]] = self._front
+        numbers = self.numbers_for(index) if numbers is None else numbers
+        self._columns = self.columns.gather(2, index).int()
         self._state = {name: rows.gather(2, index) for name, rows in self._state.items()}
-        kept = self.counts.held = index.shape[2]
-        decode = self.state.decode if self.state.phase == "decode" else None
-        rows = with_slack(kept) if decode is None else kept + decode.interval
-        # Rows to come are filled with the first one, which is quicker than a second index.
-        index = torch.nn.functional.pad(index, (0, rows - kept))
-        self._keys = self._gathered("keys", self._keys, index)
-        self._values = self._gathered("values", self._values, index)
+        self.counts.held = self._known = self._settled = index.shape[2]
+        before = self._keys.shape
+        self._keys = self._gathered("keys", self._keys, numbers)
+        self._values = self._gathered("values", self._values, numbers)
         if self._rotation is not None:
             self._reindex(self._rotation)
-        self._account()
+        if self._keys.shape != before:
+            self._account()
+
+    def numbers_for(
+        self, index: Int64[Tensor, "*layers batch kv_heads kept"]
+    ) -> Int64[Tensor, "*layers rows"]:
+        """Which rows of the buffers the next buffers are filled with."""
+        kept, decode = index.shape[-1], self.state.decode
+        evicts_again = decode is not None and self.state.phase == "decode"
+        rows = kept + decode.interval if decode is not None and evicts_again else with_slack(kept)
+        # Rows to come are filled with the first one, which is quicker than a copy of a part.
+        index = torch.nn.functional.pad(index, (0, rows - kept))
+        return row_numbers(index, self.rows)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the buffers, used or not."""
+        return 0 if self._keys is None else self._keys.shape[2]
 
     def _reindex(self, rotation: Rotation) -> None:
         """Move the keys at the front up to the rows behind them.
@@ -243,18 +288,22 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._front = self._keys[:, :, :moved].clone()
         self._keys[:, :, :moved] = rotation.move(self._front, self.index, old, new)
 
-    def _gathered(self, kind: str, buffer: Tensor, index: Tensor) -> Tensor:
+    def _gathered(self, kind: str, buffer: Tensor, numbers: Tensor) -> Tensor:
+        batch, kv_heads, _, dim = buffer.shape
+        shape = torch.Size((batch, kv_heads, numbers.numel() // (batch * kv_heads), dim))
+        flat = buffer.flatten(0, 2)
         if torch.is_grad_enabled() and buffer.requires_grad:
-            return gather_rows(buffer, index)
-        out = self._spare.swap(kind, buffer, (*index.shape, buffer.shape[3]))
-        return gather_rows(buffer, index, out)
+            return flat.index_select(0, numbers).view(shape)
+        out = self._shared.swap(kind, buffer, shape)
+        torch.index_select(flat, 0, numbers, out=out.view(-1, dim))
+        return out
 
     def _account(self) -> None:
         assert self._keys is not None and self._values is not None
         parts = [self._keys, self._values, self._columns, self._recent, self._front]
         parts += self._state.values()
         allocated = sum(part.nbytes for part in parts if part is not None)
-        self.counts.allocated_bytes = allocated + (self._spare.nbytes if self.index == 0 else 0)
+        self.counts.allocated_bytes = allocated + (self._shared.nbytes if self.index == 0 else 0)
         batch, kv_heads = self._keys.shape[:2]
         width = self._keys.shape[3] * self._keys.itemsize
         width += self._values.shape[3] * self._values.itemsize
@@ -303,12 +352,20 @@ class KVLayer(DynamicLayer, HostedLayer):
         elif state.decode is not None:
             self._remember(call.query)
             if state.evicts_now:
-                quota = self._decode_quota()
-                index = self._choose(state.decode, "decode", call.key, call.value, quota)
-                if index is not None:
-                    self.keep(index)
+                self._nominate(state.decode, call)
         if self.index == state.num_layers - 1:
+            evict_together(self._shared.nominees)
+            self._shared.nominees = []
             state.end_forward()
+
+    def _nominate(self, policy: Policy, call: AttentionCall) -> None:
+        """Score the rows; the choice is made for all layers together."""
+        if self.index == 0:
+            self._shared.nominees.clear()  # of a forward that broke off
+        quota = self._decode_quota()
+        scores = self._scored(policy, "decode", call.key, call.value, quota)
+        if scores is not None:
+            self._shared.nominees.append((self, scores, sum(quota)))
 
     def end_prefill(self) -> None:
         """Evict now, outside a forward, with the queries that were remembered."""
@@ -322,10 +379,16 @@ class KVLayer(DynamicLayer, HostedLayer):
             self.keep(index)
 
     def _choose_of_prompt(self, key: Tensor, value: Tensor, trailing: int) -> Tensor | None:
-        index = None
+        index, rows = None, key.shape[2] - trailing
         if self.state.prefill is not None:
-            quota = self._prompt_quota(key.shape[2] - trailing)
-            index = self._choose(self.state.prefill, "prefill", key, value, quota, trailing)
+            quota = self._prompt_quota(rows)
+            judged = key[:, :, :rows], value[:, :, :rows]
+            scores = self._scored(self.state.prefill, "prefill", *judged, quota)
+            if scores is not None:
+                index = top_positions(scores, sum(quota))
+                if trailing:
+                    tail = torch.arange(rows, rows + trailing, device=index.device)
+                    index = torch.cat([index, tail.expand(*index.shape[:2], -1)], dim=-1)
         if self.state.decode is not self.state.prefill:
             # The rows of its queries may be gone.
             self._recent = None
@@ -358,7 +421,8 @@ class KVLayer(DynamicLayer, HostedLayer):
 
     def _decode_quota(self) -> tuple[int, int]:
         counts = self.counts
-        return (counts.held if counts.budget is None else counts.budget), counts.spared
+        spared = min(counts.spared, counts.held)
+        return (counts.held if counts.budget is None else counts.budget), spared
 
     def _remember(self, query: Tensor) -> None:
         """Keep the last queries of the turn that the policies will read."""
@@ -406,16 +470,10 @@ class KVLayer(DynamicLayer, HostedLayer):
             **self._facts,
         )
 
-    def _choose(
-        self,
-        policy: Policy,
-        phase: Phase,
-        key: Tensor,
-        value: Tensor,
-        quota: tuple[int, int],
-        trailing: int = 0,
+    def _scored(
+        self, policy: Policy, phase: Phase, key: Tensor, value: Tensor, quota: tuple[int, int]
     ) -> Tensor | None:
-        """Columns to keep, or None if everything stays.
+        """Final scores of rows to choose from, or None if all of them stay.
 
         Args:
             policy: The one that evicts now.
@@ -424,13 +482,11 @@ class KVLayer(DynamicLayer, HostedLayer):
             value: As attended to.
             quota: How many of the rows may stay beside those at the front that always do, and how
                 many these are.
-            trailing: Rows at the end that always stay and are not judged.
         """
         started = time.perf_counter()
         budget, spared = quota
-        rows = key.shape[2] - trailing
-        spared = min(spared, rows)
-        if spared + budget >= rows:
+        held = key.shape[2]
+        if spared + budget >= held:
             return None
         with torch.no_grad():
             wanted = policy.query_tokens(self.index, self.state.num_layers)
@@ -438,17 +494,13 @@ class KVLayer(DynamicLayer, HostedLayer):
             if query is None or not wanted:
                 batch, _, _, dim = key.shape
                 query = key.new_empty(batch, key.shape[1], 0, dim)
-            judged = key[:, :, :rows], value[:, :, :rows]
-            view = self._view(phase, query[:, :, -wanted:], *judged, budget)
+            view = self._view(phase, query[:, :, -wanted:], key, value, budget)
             always = None
             if spared:
-                always = (torch.arange(rows, device=key.device) < spared)[None, None]
-            index = select_rows(policy, view, spared + budget, always)
-            if trailing:
-                tail = torch.arange(rows, rows + trailing, device=index.device)
-                index = torch.cat([index, tail.expand(*index.shape[:2], -1)], dim=-1)
+                always = (torch.arange(held, device=key.device) < spared)[None, None]
+            scores = final_scores(policy, view, always)
         self.counts.policy_seconds += time.perf_counter() - started
-        return index
+        return scores
 
     def _check_unpadded(self, setting: str, held: int) -> None:
         """Refuse if padding is left among the `held` rows that will all stay."""
@@ -508,14 +560,13 @@ class KVLayer(DynamicLayer, HostedLayer):
         self.counts.held -= remove
         self.counts.seen -= remove
         held = self.counts.held
-        if self._columns is not None:
-            self._columns = self._columns[..., :held]
+        self._known, self._settled = min(self._known, held), min(self._settled, held)
         self._state = {name: rows[..., :held] for name, rows in self._state.items()}
 
     def _tail_is_whole(self, count: int) -> bool:
         if self._columns is None:
             return True
-        if count <= self.counts.held - self._columns.shape[-1]:
+        if count <= self.counts.held - self._settled:
             return True
         if count >= self.counts.held:
             return False
@@ -550,8 +601,25 @@ class KVLayer(DynamicLayer, HostedLayer):
     def reset(self) -> None:
         """Back to an empty layer."""
         self._forget()
-        self._spare.clear()
+        self._shared.clear()
         self.is_initialized = False
         self.record_past = False
         if self.index == 0:
             self.state.reset()
+
+
+def evict_together(nominees: list[tuple[KVLayer, Tensor, int]]) -> None:
+    """Evict from several layers, with one choice for all of them that are alike.
+
+    A step of decode is short, so its cost is the number of operations rather than their size.
+    """
+    alike: dict[Any, list[tuple[KVLayer, Tensor]]] = {}
+    for layer, scores, kept in nominees:
+        key = (scores.shape, scores.device, layer.rows, kept)
+        alike.setdefault(key, []).append((layer, scores))
+    for (shape, _, _, kept), members in alike.items():
+        stacked = torch.stack([scores for _, scores in members])
+        index = top_positions(stacked.flatten(0, 1), kept).view(-1, *shape[:2], kept)
+        numbers = members[0][0].numbers_for(index)
+        for (layer, _), own, rows in zip(members, index, numbers, strict=True):
+            layer.keep(own, rows)

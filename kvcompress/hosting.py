@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvcompress.attention import Lease
-from kvcompress.cache import KVLayer, SpareBuffers
+from kvcompress.cache import KVLayer, Shared
 from kvcompress.errors import (
     PolicyConfigError,
     PressStateError,
@@ -160,9 +160,9 @@ def host_cache(
     )
     moves = any(policy.reindexed_tokens(i, len(indices)) for i in range(len(indices)))
     rotation = Rotation(model, indices) if moves else None
-    lease, spare = Lease(), SpareBuffers()
+    lease, shared = Lease(), Shared()
     for number, index in enumerate(indices):
-        layer = KVLayer(state, number, lease, spare, rotation)
+        layer = KVLayer(state, number, lease, shared, rotation)
         layer.adopt(plain[index])
         layers[index] = layer
     if len({count.seen for count in state.counts}) > 1:

@@ -17,26 +17,26 @@ SCORING_BYTES = 64 * 2**20
 """Default bound on the temporary memory of one scoring call."""
 
 
+def row_numbers(
+    index: Int64[Tensor, "*lead batch kv_heads kept"], kv_len: int
+) -> Int64[Tensor, "*lead batch*kv_heads*kept"]:
+    """Numbers of the chosen rows when the rows of all heads of a batch are counted through."""
+    batch, heads = index.shape[-3:-1]
+    starts = torch.arange(0, batch * heads * kv_len, kv_len, device=index.device)
+    return (index + starts.view(batch, heads, 1)).flatten(-3)
+
+
 def gather_rows(
     rows: Float[Tensor, "batch kv_heads kv_len dim"],
     index: Int64[Tensor, "batch kv_heads kept"],
-    out: Float[Tensor, "batch kv_heads kept dim"] | None = None,
 ) -> Float[Tensor, "batch kv_heads kept dim"]:
     """The chosen rows of every head, in the order of `index`.
 
-    Quick if `rows` is contiguous: whole rows are copied then, many times faster on the CPU than
-    `torch.gather` copies single numbers.
-
-    Args:
-        rows: May hold more rows than are in use.
-        index: Into the rows of each head.
-        out: Where to put them; contiguous.
+    Whole rows are copied, which on the CPU is many times faster than `torch.gather`, which copies
+    single numbers.
     """
-    batch, heads, kv_len, dim = rows.shape
-    starts = torch.arange(0, batch * heads * kv_len, kv_len, device=index.device)
-    flat = (index + starts.view(batch, heads, 1)).flatten()
-    where = None if out is None else out.view(-1, dim)
-    return torch.index_select(rows.flatten(0, 2), 0, flat, out=where).view(*index.shape, dim)
+    numbers = row_numbers(index, rows.shape[2])
+    return rows.flatten(0, 2).index_select(0, numbers).view(*index.shape, rows.shape[3])
 
 
 def top_positions(
@@ -74,6 +74,8 @@ def reduce_groups(
         ShapeError: `heads` is no multiple of `kv_heads`.
     """
     heads = scores.shape[-2]
+    if heads == kv_heads:
+        return scores
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot be shared evenly by {kv_heads} KV heads.")
     grouped: Tensor = scores.unflatten(-2, (kv_heads, heads // kv_heads))
