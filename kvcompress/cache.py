@@ -13,9 +13,9 @@ from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
 from kvcompress.errors import UnsupportedModeError
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
-from kvcompress.selection import batch_budget, final_scores
+from kvcompress.selection import Judgement, batch_budget, final_scores, judge
 from kvcompress.state import CacheState, Plan
-from kvcompress.tensors import gather_rows, positions_of, row_numbers, top_positions
+from kvcompress.tensors import gather_rows, newest, positions_of, row_numbers, top_positions
 
 MIN_SLACK = 256
 """Rows that a grown buffer has to spare; 12.5 % where that is more."""
@@ -34,8 +34,8 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self.nominees: list[tuple[KVLayer, Tensor, int]] = []
-        """Layers that will evict when this forward ends, their scores and how many rows stay."""
+        self.nominees: list[tuple[KVLayer, Judgement, int]] = []
+        """Layers that will evict when this forward ends, and how many of their rows stay."""
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -146,23 +146,29 @@ class KVLayer(DynamicLayer, HostedLayer):
         if self._columns is None:
             every = torch.arange(seen, device=self._keys.device)
             return every.expand(*self._keys.shape[:2], seen)
-        if self._known < held:
-            self._write_columns(self._columns)
-        return self._columns[..., :held].long()
+        return self._written_columns(self._columns)[..., :held].long()
 
-    def _write_columns(self, buffer: Tensor) -> None:
-        """Of the rows since the last time."""
+    def _written_columns(self, buffer: Tensor) -> Tensor:
+        """The buffer of columns, with those of the newest rows."""
         held, seen, known = self.counts.held, self.counts.seen, self._known
+        if known == held:
+            return buffer
         frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
         if buffer.shape[2] < held or frozen:
             grown = buffer.new_empty(*buffer.shape[:2], with_slack(held))
             grown[..., :known] = buffer[..., :known]
             buffer = grown
         if held == known + 1:
-            buffer[..., known:held] = seen - 1
+            buffer.narrow(2, known, 1).fill_(seen - 1)
         else:
             buffer[..., known:held] = torch.arange(seen - held + known, seen, device=buffer.device)
         self._columns, self._known = buffer, held
+        return buffer
+
+    @property
+    def _heads(self) -> int:
+        assert self._keys is not None
+        return self._keys.shape[1]
 
     @property
     def positions(self) -> Int64[Tensor, "batch kv_heads held"]:
@@ -245,7 +251,10 @@ class KVLayer(DynamicLayer, HostedLayer):
         if self._front is not None:
             self._keys[:, :, : self._front.shape[2]] = self._front
         numbers = self.numbers_for(index) if numbers is None else numbers
-        self._columns = self.columns.gather(2, index).int()
+        if self._columns is None:
+            self._columns = index.int()
+        else:
+            self._columns = self._written_columns(self._columns).gather(2, index)
         self._state = {name: rows.gather(2, index) for name, rows in self._state.items()}
         self.counts.held = self._known = self._settled = index.shape[2]
         before = self._keys.shape
@@ -363,9 +372,9 @@ class KVLayer(DynamicLayer, HostedLayer):
         if self.index == 0:
             self._shared.nominees.clear()  # of a forward that broke off
         quota = self._decode_quota()
-        scores = self._scored(policy, "decode", call.key, call.value, quota)
-        if scores is not None:
-            self._shared.nominees.append((self, scores, sum(quota)))
+        judgement = self._judge(policy, "decode", call.key, call.value, quota)
+        if judgement is not None:
+            self._shared.nominees.append((self, judgement, sum(quota)))
 
     def end_prefill(self) -> None:
         """Evict now, outside a forward, with the queries that were remembered."""
@@ -383,9 +392,9 @@ class KVLayer(DynamicLayer, HostedLayer):
         if self.state.prefill is not None:
             quota = self._prompt_quota(rows)
             judged = key[:, :, :rows], value[:, :, :rows]
-            scores = self._scored(self.state.prefill, "prefill", *judged, quota)
-            if scores is not None:
-                index = top_positions(scores, sum(quota))
+            judgement = self._judge(self.state.prefill, "prefill", *judged, quota)
+            if judgement is not None:
+                index = top_positions(final_scores([judgement])[0], sum(quota))
                 if trailing:
                     tail = torch.arange(rows, rows + trailing, device=index.device)
                     index = torch.cat([index, tail.expand(*index.shape[:2], -1)], dim=-1)
@@ -454,12 +463,12 @@ class KVLayer(DynamicLayer, HostedLayer):
         self, phase: Phase, query: Tensor, key: Tensor, value: Tensor, budget: int = 0
     ) -> LayerView:
         held = key.shape[2]
-        positions = self.positions[:, :, :held]
         return LayerView(
             query=query,
             key=key,
             value=value,
-            positions=positions,
+            kv_heads=self._heads,
+            locate=lambda: self.positions[:, :, :held],
             padded=self.state.pads is not None,
             layer_idx=self.index,
             num_layers=self.state.num_layers,
@@ -470,10 +479,10 @@ class KVLayer(DynamicLayer, HostedLayer):
             **self._facts,
         )
 
-    def _scored(
+    def _judge(
         self, policy: Policy, phase: Phase, key: Tensor, value: Tensor, quota: tuple[int, int]
-    ) -> Tensor | None:
-        """Final scores of rows to choose from, or None if all of them stay.
+    ) -> Judgement | None:
+        """What a policy says of the rows, or None if all of them stay.
 
         Args:
             policy: The one that evicts now.
@@ -497,10 +506,10 @@ class KVLayer(DynamicLayer, HostedLayer):
             view = self._view(phase, query[:, :, -wanted:], key, value, budget)
             always = None
             if spared:
-                always = (torch.arange(held, device=key.device) < spared)[None, None]
-            scores = final_scores(policy, view, always)
+                always = ~newest(held, held - spared, key.device)
+            judgement = judge(policy, view, always)
         self.counts.policy_seconds += time.perf_counter() - started
-        return scores
+        return judgement
 
     def _check_unpadded(self, setting: str, held: int) -> None:
         """Refuse if padding is left among the `held` rows that will all stay."""
@@ -608,18 +617,19 @@ class KVLayer(DynamicLayer, HostedLayer):
             self.state.reset()
 
 
-def evict_together(nominees: list[tuple[KVLayer, Tensor, int]]) -> None:
+def evict_together(nominees: list[tuple[KVLayer, Judgement, int]]) -> None:
     """Evict from several layers, with one choice for all of them that are alike.
 
     A step of decode is short, so its cost is the number of operations rather than their size.
     """
-    alike: dict[Any, list[tuple[KVLayer, Tensor]]] = {}
-    for layer, scores, kept in nominees:
+    alike: dict[Any, list[tuple[KVLayer, Judgement]]] = {}
+    for layer, judgement, kept in nominees:
+        scores = judgement.scores
         key = (scores.shape, scores.device, layer.rows, kept)
-        alike.setdefault(key, []).append((layer, scores))
+        alike.setdefault(key, []).append((layer, judgement))
     for (shape, _, _, kept), members in alike.items():
-        stacked = torch.stack([scores for _, scores in members])
-        index = top_positions(stacked.flatten(0, 1), kept).view(-1, *shape[:2], kept)
+        scores = final_scores([judgement for _, judgement in members])
+        index = top_positions(scores.flatten(0, 1), kept).view(-1, *shape[:2], kept)
         numbers = members[0][0].numbers_for(index)
-        for (layer, _), own, rows in zip(members, index, numbers, strict=True):
+        for (layer, _), own, rows in zip(members, index.unbind(), numbers.unbind(), strict=True):
             layer.keep(own, rows)

@@ -4,17 +4,16 @@ import difflib
 import functools
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from kvcompress.errors import PolicyConfigError
-from kvcompress.tensors import GroupReduce, Weigh, attention_received
+from kvcompress.tensors import GroupReduce, Weigh, attention_received, newest
 
 Phase = Literal["prefill", "decode"]
 
@@ -47,8 +46,10 @@ class LayerView:
     key: Float[Tensor, "batch key_heads held head_dim"]
     """After RoPE, as the attention function gets it."""
     value: Float[Tensor, "batch key_heads held value_dim"]
-    positions: Int64[Tensor, "batch kv_heads held"]
-    """Original position of every row; -1 for padding, which is always at the left."""
+    kv_heads: int
+    """Heads of the cache: one set of kept rows each."""
+    locate: Callable[[], Int64[Tensor, "batch kv_heads held"]]
+    """Gives `positions`, when they are asked for."""
     scaling: float
     """The model's factor on attention logits."""
     layer_idx: int
@@ -71,6 +72,11 @@ class LayerView:
     """Learned logits in the softmax's denominator where the model has them."""
 
     @functools.cached_property
+    def positions(self) -> Int64[Tensor, "batch kv_heads held"]:
+        """Original position of every row; -1 for padding, which is always at the left."""
+        return self.locate()
+
+    @functools.cached_property
     def valid(self) -> Bool[Tensor, "batch kv_heads held"]:
         """False for padding."""
         return self.positions >= 0
@@ -78,31 +84,35 @@ class LayerView:
     @property
     def held(self) -> int:
         """Rows in the view."""
-        return self.positions.shape[-1]
+        return self.key.shape[2]
 
-    @property
-    def kv_heads(self) -> int:
-        """Heads of the cache: one set of kept rows each."""
-        return self.positions.shape[1]
-
-    def last(self, count: int) -> Bool[Tensor, "batch kv_heads held"]:
+    def last(self, count: int) -> Bool[Tensor, "1 1 held"]:
         """True for the newest `count` rows."""
-        rows = torch.arange(self.held, device=self.positions.device)
-        return (rows >= self.held - count).expand(self.positions.shape)
+        return newest(self.held, count, self.key.device)
 
     def attention_received(
-        self, *, group_reduce: GroupReduce = "mean", weigh: Weigh | None = None
-    ) -> Float32[Tensor, "batch kv_heads held"]:
+        self,
+        *,
+        group_reduce: GroupReduce = "mean",
+        weigh: Weigh | None = None,
+        whole_layer: bool = False,
+    ) -> Float32[Tensor, "batch groups held"]:
         """Attention that every row gets from the view's queries, summed over them.
 
         As the model's own attention, caps and sinks included; see `tensors.attention_received`.
+
+        Args:
+            group_reduce: How the query heads of one KV head are combined.
+            weigh: What to sum instead of the attention itself.
+            whole_layer: Combine all query heads of the layer, to one group, instead.
         """
+        valid = self.valid if self.padded else None
         return attention_received(
             self.query,
             self.key,
-            self.valid if self.padded else None,
+            valid[:, :1] if valid is not None and whole_layer else valid,
             scaling=self.scaling,
-            kv_heads=self.kv_heads,
+            kv_heads=1 if whole_layer else self.kv_heads,
             group_reduce=group_reduce,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -209,7 +219,7 @@ class Policy(BaseModel):
         """Float32 score of every row; the highest are kept. Padding and protection are core's."""
         raise NotImplementedError
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"] | None:
+    def protected(self, view: LayerView) -> Bool[Tensor, "#batch #kv_heads held"] | None:
         """Rows that must be kept whatever their score; at most `protected_tokens` of them."""
         return None
 

@@ -1,6 +1,7 @@
 """From a policy's scores to the rows that stay: protection, padding, top-k."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -29,30 +30,63 @@ def batch_budget(policy: Policy, lengths: Sequence[int], layer_idx: int, num_lay
     return budget
 
 
-def final_scores(
+@dataclass(frozen=True)
+class Judgement:
+    """What a policy says about the rows of one layer."""
+
+    scores: Float32[Tensor, "batch kv_heads held"]
+    always: tuple[Bool[Tensor, "#batch #kv_heads held"], ...]
+    """Rows that stay whatever they score."""
+    padding: Bool[Tensor, "batch kv_heads held"] | None
+
+
+def judge(
     policy: Policy,
     view: LayerView,
     keep_always: Bool[Tensor, "#batch #kv_heads held"] | None = None,
-) -> Float32[Tensor, "batch kv_heads held"]:
-    """A policy's scores with `+inf` for protected rows and `-inf` for padding.
+) -> Judgement:
+    """Ask a policy.
 
     Raises:
         PolicyConfigError: The policy returned another dtype or shape than it must.
     """
     scores = policy.scores(view)
-    if scores.dtype != torch.float32 or scores.shape != view.positions.shape:
+    expected = (view.key.shape[0], view.kv_heads, view.held)
+    if scores.dtype != torch.float32 or scores.shape != expected:
         raise PolicyConfigError(
             f"{policy.name}: scores() returned {scores.dtype} {tuple(scores.shape)}; it must "
-            f"return torch.float32 {tuple(view.positions.shape)} (batch, kv_heads, held)."
+            f"return torch.float32 {expected} (batch, kv_heads, held)."
         )
+    always = (policy.protected(view), keep_always)
+    return Judgement(
+        scores,
+        tuple(rows for rows in always if rows is not None),
+        ~view.valid if view.padded else None,
+    )
+
+
+def final_scores(
+    judgements: Sequence[Judgement],
+) -> Float32[Tensor, "layers batch kv_heads held"]:
+    """Scores of layers that are alike, `+inf` for rows that stay and `-inf` for padding."""
     # Only protection and padding may be infinite, else a real row could tie with padding; NaN, as
     # overflowing half precision gives, has no place in an order.
     bound = torch.finfo(torch.float32).max
-    scores = scores.nan_to_num(nan=-bound, posinf=bound, neginf=-bound)
-    for rows in (policy.protected(view), keep_always):
-        if rows is not None:
-            scores = scores.masked_fill(rows, float("inf"))
-    return scores.masked_fill(~view.valid, float("-inf")) if view.padded else scores
+    scores = torch.stack([each.scores for each in judgements])
+    scores.nan_to_num_(nan=-bound, posinf=bound, neginf=-bound)
+    for masks in zip(*(each.always for each in judgements), strict=True):
+        scores.masked_fill_(_together(masks, scores), float("inf"))
+    if judgements[0].padding is not None:
+        padding = torch.stack([each.padding for each in judgements if each.padding is not None])
+        scores.masked_fill_(padding, float("-inf"))
+    return scores
+
+
+def _together(masks: Sequence[Tensor], scores: Tensor) -> Tensor:
+    """One mask for all layers; often it is the same for each of them."""
+    if all(mask is masks[0] for mask in masks):
+        return masks[0]
+    return torch.stack([mask.expand(scores.shape[1:]) for mask in masks])
 
 
 def select_rows(
@@ -62,4 +96,4 @@ def select_rows(
     keep_always: Bool[Tensor, "#batch #kv_heads held"] | None = None,
 ) -> Int64[Tensor, "batch kv_heads {kept}"]:
     """Columns of the rows that a policy keeps, ascending; padding goes before any real row."""
-    return top_positions(final_scores(policy, view, keep_always), kept)
+    return top_positions(final_scores([judge(policy, view, keep_always)])[0], kept)

@@ -1,5 +1,6 @@
 """Pure functions on keys, queries and scores: the arithmetic that policies and core share."""
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,6 +16,14 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 SCORING_BYTES = 64 * 2**20
 """Default bound on the temporary memory of one scoring call."""
+
+
+@functools.lru_cache(maxsize=32)
+def newest(held: int, count: int, device: torch.device) -> Bool[Tensor, "1 1 held"]:
+    """True for the last `count` of `held` rows. The same tensor for the same arguments."""
+    with torch.inference_mode(False):  # else it could not be used outside
+        rows = torch.arange(held, device=device)
+        return (rows >= held - count)[None, None]
 
 
 def row_numbers(

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcompress.errors import PolicyConfigError, ShapeError, UnsupportedModeError
 from kvcompress.plugins import policy_from
 from kvcompress.policy import LayerView, Policy
-from kvcompress.selection import batch_budget, final_scores, select_rows
+from kvcompress.selection import batch_budget, final_scores, judge, select_rows
 from kvcompress.tensors import left_padding, positions_of
 
 
@@ -86,7 +86,7 @@ def scores(
         layer_idx=layer_idx,
         num_layers=num_layers,
     )
-    return final_scores(policy, view)
+    return final_scores([judge(policy, view)])[0]
 
 
 def _of_prompt(spec: Policy | str | Mapping[str, Any]) -> Policy:
@@ -129,7 +129,8 @@ def view_of(
     facts: dict[str, Any] = {
         "key": key,
         "value": value,
-        "positions": positions,
+        "kv_heads": kv_heads,
+        "locate": lambda: positions,
         "padded": pads is not None,
         "scaling": head_dim**-0.5 if scaling is None else scaling,
         "layer_idx": layer_idx,

@@ -46,7 +46,7 @@ class H2OPolicy(DecodePolicy):
         """The recent rows; 0 under `keep_ratio`, where they are a share of what is kept."""
         return 0 if self.capacity is None else self.recent(self.at("capacity", layer_idx))
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"]:
+    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"]:
         """The recent rows."""
         return view.last(self.recent(view.budget))
 

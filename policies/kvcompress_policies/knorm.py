@@ -31,7 +31,7 @@ class KNormPolicy(DecodePolicy):
         """The newest rows."""
         return self.protect_recent
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"] | None:
+    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"] | None:
         """The newest rows."""
         if not self.protect_recent:
             return None

@@ -108,7 +108,7 @@ class SnapKVPolicy(Policy):
         """The window."""
         return self.at("window_size", layer_idx)
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"]:
+    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"]:
         """The last `window_size` rows."""
         return view.last(self.at("window_size", view.layer_idx))
 

@@ -26,12 +26,10 @@ class TOVAPolicy(DecodePolicy):
         """The newest."""
         return 1
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "batch kv_heads held"]:
+    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"]:
         """The newest row."""
         return view.last(1)
 
     def scores(self, view: LayerView) -> Float32[Tensor, "batch kv_heads held"]:
         """Attention of the newest query, its mean over all query heads."""
-        received = view.attention_received()
-        # Groups are of equal size, so the mean of their means is the mean over all query heads.
-        return received.mean(dim=1, keepdim=True).expand_as(received)
+        return view.attention_received(whole_layer=True).expand(-1, view.kv_heads, -1)

@@ -45,7 +45,8 @@ def view_of(scores, pads=(0,)):
         query=torch.zeros(batch, kv_heads, 1, 1),
         key=torch.zeros(batch, kv_heads, held, 1),
         value=value,
-        positions=positions,
+        kv_heads=kv_heads,
+        locate=lambda: positions,
         scaling=1.0,
         layer_idx=0,
         num_layers=1,
@@ -117,12 +118,12 @@ def test_what_the_caller_keeps_is_kept_beside_what_the_policy_protects(toy):
 
 
 def test_final_scores_mark_protection_and_padding(toy):
-    from kvcompress.selection import final_scores
+    from kvcompress.selection import final_scores, judge
 
     view = view_of([[[7, INFINITY, -INFINITY, 2, 3]]], pads=(1,))
     always = torch.tensor([[[True, False, False, True, False]]])
     largest = torch.finfo(torch.float32).max
-    scores = final_scores(toy(last=1), view, always)
+    scores = final_scores([judge(toy(last=1), view, always)])[0]
     assert scores.tolist() == [[[-INFINITY, largest, -largest, INFINITY, INFINITY]]]
     assert view.value[0, 0, 0, 0] == 7
 
