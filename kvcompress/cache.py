@@ -84,6 +84,9 @@ class KVLayer(DynamicLayer, HostedLayer):
         self.state = state
         self._shared = shared
         self._rotation = rotation
+        parts = [state.prefill, state.decode]
+        read = [part.query_tokens(index, state.num_layers) if part else 0 for part in parts]
+        self._wanted: dict[Phase, int] = {"prefill": max(read), "decode": read[1]}
         self.index = index
         self.counts = state.counts[index]
         self._lease = lease
@@ -436,10 +439,11 @@ class KVLayer(DynamicLayer, HostedLayer):
     def _remember(self, query: Tensor) -> None:
         """Keep the last queries of the turn that the policies will read."""
         state = self.state
-        parts = (state.decode,) if state.phase == "decode" else (state.prefill, state.decode)
-        read = [part.query_tokens(self.index, state.num_layers) for part in parts if part]
-        wanted = max(read, default=0)
+        wanted = self._wanted[state.phase]
         if not wanted:
+            return
+        if query.shape[2] == wanted:
+            self._recent = query
             return
         recent = query[:, :, -wanted:]
         goes_on = self.counts.seen - self._new > state.turn.start
@@ -447,7 +451,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             recent = torch.cat([self._recent, recent], dim=2)[:, :, -wanted:]
         # A view would keep the queries of the whole prompt alive beyond this forward.
         dropped = state.plan is Plan.EVICT_AFTER and state.decode is not state.prefill
-        self._recent = recent if dropped or query.shape[2] == wanted else recent.clone()
+        self._recent = recent if dropped else recent.clone()
 
     def _observe(self, observer: Policy, call: AttentionCall) -> None:
         started = time.perf_counter()

@@ -196,8 +196,9 @@ def _attention_block(
     batch, heads, q_len, dim = query.shape
     key_heads, kv_len = key.shape[1:3]
     # The query heads that share a key head are multiplied in one go.
-    grouped = (query.float() * scaling).reshape(batch, key_heads, -1, dim)
-    logits = torch.matmul(grouped, key.transpose(2, 3))
+    grouped = (query.float() * scaling).reshape(batch * key_heads, -1, dim)
+    keys = key.reshape(batch * key_heads, kv_len, dim)
+    logits = torch.bmm(grouped, keys.transpose(1, 2))
     logits = logits.view(batch, kv_heads, heads // kv_heads, q_len, kv_len)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)

@@ -1,7 +1,8 @@
-"""One timed `generate` call, with a policy or without: the measurement that commands share."""
+"""Measurements that commands share: a timed `generate` call, and losses along a text."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, median
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from transformers import PreTrainedModel
 from kvcompress.policy import Policy
 from kvcompress.session import press
 from kvcompress.timing import TimedStreamer
+
+BLOCK = 128
+"""Neighbouring tokens are alike, so means are compared over blocks of as many."""
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,61 @@ def kept_share(cache: Any, prompt: int) -> Tensor:
         held.scatter_(1, positions, 1.0)
         rows.append(held[:, :prompt].mean(dim=0))
     return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over tokens, with the half width of its 95 % confidence interval."""
+
+    value: float
+    half_width: float
+
+
+def mean_of(losses: Tensor) -> Mean:
+    """From blocks of neighbouring tokens, taken to be independent of each other."""
+    blocks = torch.stack([block.mean() for block in losses.split(BLOCK)])
+    spread = float(blocks.std()) / len(blocks) ** 0.5 if len(blocks) > 1 else float("nan")
+    return Mean(float(losses.mean()), NormalDist().inv_cdf(0.975) * spread)
+
+
+def stream_losses(
+    model: PreTrainedModel, input_ids: Tensor, policy: Policy, chunk: int
+) -> Iterator[Tensor]:
+    """Negative log-likelihoods of a text, chunk by chunk, each evicted after it was read.
+
+    Args:
+        model: Any supported model.
+        input_ids: 1 x tokens.
+        policy: Cuts the cache after every chunk.
+        chunk: Tokens fed at once, at least 2.
+
+    Yields:
+        Of every token but the text's first, in nats.
+    """
+    cache, last = None, None
+    with press(model, policy), torch.inference_mode():
+        for piece in input_ids.split(chunk, dim=1):
+            given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+            output = model(piece, use_cache=True, **given)
+            cache = cache_of(output)
+            logits = output.logits if last is None else torch.cat([last, output.logits], dim=1)
+            yield _losses(logits[:, :-1], piece if last is not None else piece[:, 1:])
+            last = output.logits[:, -1:]
+
+
+def window_losses(
+    model: PreTrainedModel, input_ids: Tensor, context: int, chunk: int
+) -> Iterator[Tensor]:
+    """The same with a fresh context of the last `context` tokens for every chunk, no cache kept."""
+    with torch.inference_mode():
+        for end in range(chunk, input_ids.shape[1] + chunk, chunk):
+            end = min(end, input_ids.shape[1])
+            wanted = (end - 1) % chunk + 1
+            piece = input_ids[:, max(0, end - context) : end]
+            wanted = min(wanted, piece.shape[1] - 1)
+            logits = model(piece, use_cache=False, logits_to_keep=wanted + 1).logits
+            yield _losses(logits[:, :-1], piece[:, -wanted:])
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits[0].float(), targets[0], reduction="none").cpu()

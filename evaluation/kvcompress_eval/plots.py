@@ -1,10 +1,11 @@
 """Pictures of results; the only file that imports matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 from torch import Tensor
+from torch.nn import functional
 
 from kvcompress_eval.needle import Needle
 
@@ -39,5 +40,21 @@ def plot_kept(runs: Sequence[tuple[str, Tensor]], needle: Needle, path: Path, ti
     figure.suptitle(title, fontsize=11)
     assert image is not None
     figure.colorbar(image, ax=list(axes), label="share of KV heads that kept it")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_losses(losses: Mapping[str, Tensor], tokens: int, path: Path, title: str) -> None:
+    """Loss along a text: x position, y its mean over the last few hundred tokens."""
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    width = max(1, tokens // 24)
+    for label, every in losses.items():
+        padded = functional.pad(every.cumsum(0), (1, 0))
+        smooth = (padded[width:] - padded[:-width]) / width
+        axis.plot(range(tokens - len(smooth), tokens), smooth.numpy(), label=label, lw=1.2)
+    axis.set_xlabel("position in the text (tokens)")
+    axis.set_ylabel(f"NLL, mean of {width} tokens (nats)")
+    axis.legend(fontsize=8)
+    axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

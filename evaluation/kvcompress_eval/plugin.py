@@ -10,6 +10,8 @@ def kvcompress_commands(app: typer.Typer) -> None:
     """Demo and benchmarks."""
     from kvcompress_eval.bench import bench
     from kvcompress_eval.demo import demo
+    from kvcompress_eval.stream import stream
 
     app.command()(demo)
     app.command()(bench)
+    app.command()(stream)
