@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
-from kvcompress.errors import UnsupportedModeError
+from kvcompress.errors import PolicyConfigError, UnsupportedModeError
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
 from kvcompress.selection import Judgement, batch_budget, final_scores, judge
@@ -454,13 +454,20 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._recent = recent if dropped else recent.clone()
 
     def _observe(self, observer: Policy, call: AttentionCall) -> None:
-        started = time.perf_counter()
+        started, key = time.perf_counter(), call.key
         for name, rows in self._state.items():
             missing = call.key.shape[2] - rows.shape[2]
             self._state[name] = torch.nn.functional.pad(rows, (0, missing))
         with torch.no_grad():
-            view = self._view(self.state.phase, call.query, call.key, call.value)
+            view = self._view(self.state.phase, call.query, key, call.value)
             self._state = dict(observer.observe(view))
+        expected = (key.shape[0], self._heads, key.shape[2])
+        for name, rows in self._state.items():
+            if rows.shape != expected:
+                raise PolicyConfigError(
+                    f"{observer.name}: observe() returned {name!r} of shape {tuple(rows.shape)}; "
+                    f"it must be {expected} (batch, kv_heads, held)."
+                )
         self.counts.policy_seconds += time.perf_counter() - started
 
     def _view(

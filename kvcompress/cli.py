@@ -156,7 +156,7 @@ def policies(
     found = registry().policies
     for name, entry in found.items():
         policy = entry.policy
-        summary = (policy.__doc__ or "").strip().splitlines()[0]
+        summary = next(iter((policy.__doc__ or "").strip().splitlines()), "")
         phases = ", ".join(sorted(policy.phases, reverse=True))
         console.print(f"[bold]{name}[/bold]  {summary}")
         console.print(f"evicts at {phases}; from {entry.distribution}", style="dim")

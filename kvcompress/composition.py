@@ -58,11 +58,6 @@ class ComposedPolicy(Policy):
                     f"{pair}: {part.name} evicts at {', '.join(sorted(part.phases))} only, so it "
                     f"cannot be the {role} policy."
                 )
-            if part.reindexed_tokens(0, 1):
-                raise ValueError(
-                    f"{pair}: {part} moves keys to other positions, and the other policy's "
-                    f"evictions would leave gaps. Use original positions, or {part.name} alone."
-                )
         if "observe" in self.prefill.needs and "observe" in self.decode.needs:
             raise ValueError(
                 f"{pair}: both keep a record of every forward, and a cache carries one. Use one of "
@@ -73,6 +68,7 @@ class ComposedPolicy(Policy):
                 f"{pair}: {self.decode.name} has a field named scope, which in the string form "
                 "belongs to the composition."
             )
+        self._check_unmoved(1)
         if self.scope == "all":
             if self.prefill.later_turns == "append":
                 raise ValueError(
@@ -86,6 +82,15 @@ class ComposedPolicy(Policy):
                     "budget, but one is a capacity and the other a ratio. Give both as one kind."
                 )
         return self
+
+    def _check_unmoved(self, num_layers: int) -> None:
+        for part in (self.prefill, self.decode):
+            if any(part.reindexed_tokens(layer, num_layers) for layer in range(num_layers)):
+                raise PolicyConfigError(
+                    f"{self.prefill.name}+{self.decode.name}: {part} moves keys to other "
+                    "positions, and the other policy's evictions would leave gaps. Use original "
+                    f"positions, or {part.name} alone."
+                )
 
     def part(self, phase: Phase) -> Policy:
         """The policy of a phase."""
@@ -115,6 +120,7 @@ class ComposedPolicy(Policy):
         """
         self.prefill.check_layers(num_layers)
         self.decode.check_layers(num_layers)
+        self._check_unmoved(num_layers)
         for layer in range(0 if self.spares_prompt else num_layers):
             first, then = (
                 part.budget(_UNBOUNDED, layer, num_layers) for part in (self.prefill, self.decode)

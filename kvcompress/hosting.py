@@ -99,6 +99,18 @@ def hosted_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     return indices
 
 
+def rotation_for(model: PreTrainedModel, policy: Policy) -> Rotation | None:
+    """What moves keys, if the policy asks for it.
+
+    Raises:
+        UnsupportedModelError: Keys of this model cannot be moved.
+    """
+    layers = hosted_layers(model.config)
+    count = len(layers)
+    moves = any(policy.reindexed_tokens(number, count) for number in range(count))
+    return Rotation(model, layers) if moves else None
+
+
 def state_of(cache: Cache) -> CacheState | None:
     """The state of a hosted cache; None for any other."""
     layers = getattr(cache, "layers", ())
@@ -158,8 +170,7 @@ def host_cache(
         prompt_length=prompt_length,
         forward_is_turn=forward_is_turn,
     )
-    moves = any(policy.reindexed_tokens(i, len(indices)) for i in range(len(indices)))
-    rotation = Rotation(model, indices) if moves else None
+    rotation = rotation_for(model, policy)
     lease, shared = Lease(), Shared()
     for number, index in enumerate(indices):
         layer = KVLayer(state, number, lease, shared, rotation)

@@ -105,7 +105,15 @@ class LayerView:
             group_reduce: How the query heads of one KV head are combined.
             weigh: What to sum instead of the attention itself.
             whole_layer: Combine all query heads of the layer, to one group, instead.
+
+        Raises:
+            PolicyConfigError: The view has no queries.
         """
+        if self.query.shape[2] == 0:
+            raise PolicyConfigError(
+                "attention_received() needs queries, and this view has none: query_tokens() of "
+                "the policy must say how many it reads."
+            )
         valid = self.valid if self.padded else None
         return attention_received(
             self.query,
@@ -261,7 +269,8 @@ class Policy(BaseModel):
             num_layers: Hosted layers.
         """
         if self.keep_ratio is None:
-            return self.at("capacity", layer_idx)
+            capacity: int = self.at("capacity", layer_idx)
+            return capacity
         share = math.floor(self.keep_ratio * prompt_tokens + 1e-9)
         return max(share, self.protected_tokens(layer_idx, num_layers) + 1)
 
@@ -278,10 +287,10 @@ class Policy(BaseModel):
         """Whether what was kept of the prompt stays at decode, beside the budget."""
         return False
 
-    def at(self, name: str, layer_idx: int) -> int:
+    def at(self, name: str, layer_idx: int) -> Any:
         """The value of a per-layer field at one layer."""
         value = getattr(self, name)
-        return int(value[layer_idx] if isinstance(value, tuple) else value)
+        return value[layer_idx] if isinstance(value, tuple) else value
 
     def check_layers(self, num_layers: int) -> None:
         """Refuse fields that do not fit a model.
@@ -336,7 +345,10 @@ class Policy(BaseModel):
         return ":".join([self.name, *parts])
 
     def __str__(self) -> str:
-        return self.to_string()
+        try:
+            return self.to_string()
+        except PolicyConfigError:  # a value has no string form
+            return str(self.to_dict())
 
     @classmethod
     def parse(cls, parts: Sequence[str], spec: str) -> "Policy":

@@ -17,9 +17,16 @@ def batch_budget(policy: Policy, lengths: Sequence[int], layer_idx: int, num_lay
 
     Raises:
         UnsupportedModeError: The lengths differ, and a row alone would keep another number.
+        PolicyConfigError: The budget has no room for the rows that are always kept.
     """
     longest = max(lengths)
     budget = policy.budget(longest, layer_idx, num_layers)
+    fixed = max(policy.protected_tokens(layer_idx, num_layers), 1)
+    if budget < fixed:
+        raise PolicyConfigError(
+            f"{policy}: budget() gave {budget} rows for layer {layer_idx} and a prompt of "
+            f"{longest} tokens; it must be at least {fixed}, the rows that are always kept."
+        )
     for length in set(lengths) - {longest}:
         if min(policy.budget(length, layer_idx, num_layers), length) != min(budget, length):
             raise UnsupportedModeError(

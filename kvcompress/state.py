@@ -154,11 +154,13 @@ class CacheState:
     def _begin_decode(self, new: int) -> None:
         self.plan = Plan.DECODE
         self.since_eviction += new
-        if new > 1 and self.decode is not None:
+        busy = self.decode or self.policy.observer("decode")
+        if new > 1 and busy is not None:
+            does = "evicts" if busy is self.decode else "keeps a record"
             raise UnsupportedModeError(
-                f"{self.decode.name} evicts while decoding, and this forward verifies {new} draft "
-                "tokens that may be taken back. Use greedy search or sampling without drafts, or a "
-                "policy that evicts at prefill only."
+                f"{busy.name} {does} while decoding, and this forward verifies {new} draft tokens "
+                "that may be taken back. Use greedy search or sampling without drafts, or a policy "
+                "that acts at prefill only."
             )
 
     def bypassed(self, layer_idx: int) -> UnsupportedModelError:
@@ -243,4 +245,4 @@ class CacheState:
 
     def report(self) -> Report:
         """The numbers as they are now."""
-        return make_report(self.policy.to_string(), self.model_layers, self.counts, self.history)
+        return make_report(str(self.policy), self.model_layers, self.counts, self.history)

@@ -7,10 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+POLICIES = ROOT / "docs" / "policies.md"
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.M | re.S)
+def blocks(language, document=README):
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.M | re.S)
 
 
 def policy_table():
@@ -73,3 +74,56 @@ def test_other_examples_run(make_model, prompt, capsys):
     for code in later:
         exec(compile(code, "README", "exec"), names)
     assert "layers hosted" in capsys.readouterr().out
+
+
+def test_compositions_in_the_readme_can_be_read():
+    from kvcompress import policy_from
+
+    specs = re.findall(r"snapkv:[\w:=]+\+[\w:=]+", README.read_text())
+    assert len(specs) == 2
+    for spec in specs:
+        policy_from(spec).check_layers(32)
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """What the blocks of docs/policies.md define, run in one namespace."""
+    import torch
+
+    torch.manual_seed(0)
+    names = {}
+    code = blocks("python", POLICIES)
+    assert len(code) == POLICIES.read_text().count("```python")
+    for block in code:
+        exec(compile(block, POLICIES.name, "exec"), names)
+    return names
+
+
+def test_the_guide_to_policies_runs(guide):
+    assert guide["session"].report().hosted_layers == 3
+    (policy,) = re.findall(r"return \[(\w+)\]", blocks("python", POLICIES)[-1])
+    assert policy in guide
+
+
+@pytest.mark.parametrize("name", ["Loud", "Focus", "FocusDecoding", "Habit"])
+def test_policies_of_the_guide_keep_the_quick_contracts(guide, name):
+    from kvcompress.testing import contracts
+
+    checks = list(contracts(guide[f"{name}Policy"], capacity=20).values())
+    for check in checks[:6]:  # those without a generation
+        check()
+
+
+def test_the_guide_names_every_contract_and_every_field_of_the_view():
+    from dataclasses import fields
+
+    from kvcompress import LayerView
+    from kvcompress.testing import contracts
+
+    text = POLICIES.read_text()
+    listed = re.search(r"^\| contract \|.*?\n\n", text, re.M | re.S).group(0)
+    rows = re.findall(r"^\| (.*?) \|", listed, re.M)
+    assert rows[1:] == list(contracts("snapkv:capacity=40"))
+    table = re.search(r"^\| field \|.*?\n\n", text, re.M | re.S).group(0)
+    named = set(re.findall(r"`(\w+)`", table))
+    assert {field.name for field in fields(LayerView)} - {"locate"} <= named

@@ -102,11 +102,13 @@ class SnapKVPolicy(Policy):
 
     def query_tokens(self, layer_idx: int, num_layers: int) -> int:
         """The window."""
-        return self.at("window_size", layer_idx)
+        window: int = self.at("window_size", layer_idx)
+        return window
 
     def protected_tokens(self, layer_idx: int, num_layers: int) -> int:
         """The window."""
-        return self.at("window_size", layer_idx)
+        window: int = self.at("window_size", layer_idx)
+        return window
 
     def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"]:
         """The last `window_size` rows."""

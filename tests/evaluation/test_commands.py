@@ -64,7 +64,7 @@ def test_bench_measures_both_in_turn(saved_model, tmp_path):
         bench(
             what=what,
             model=str(saved_model),
-            policy="snapkv:capacity=40:window_size=8",
+            policy=["snapkv:capacity=40:window_size=8"],
             length=96,
             repeats=2,
             steps=5,
@@ -75,9 +75,86 @@ def test_bench_measures_both_in_turn(saved_model, tmp_path):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     ratios = [ratio for record in records for ratio in record["ratios"]]
     assert [ratio["pairs"] for ratio in ratios] == [5, 2, 2, 2]
-    assert ratios[0]["name"] == "decode after 96 -> 40 / after a plain prompt of 40"
+    assert ratios[0]["name"].startswith("decode after 96 -> 40 with snapkv:capacity=40")
     assert all(ratio["ours"] > 0 and ratio["plain"] > 0 for ratio in ratios[:2])
-    assert {record["policy"] for record in records} == {"snapkv:capacity=40:window_size=8"}
+    assert all(record["policies"] == ["snapkv:capacity=40:window_size=8"] for record in records)
+
+
+def test_decode_is_timed_from_eviction_to_eviction_on_caches_of_equal_length(make_model):
+    from kvcompress_eval import bench
+
+    from kvcompress import policy_from
+
+    model, lengths = make_model(), []
+    original = model.forward
+
+    def forward(ids, past_key_values=None, **options):
+        if ids.shape[1] == 1:
+            held = past_key_values.layers[0].keys.shape[2]
+            lengths.append((type(past_key_values).__name__, held))
+        return original(ids, past_key_values=past_key_values, **options)
+
+    model.forward = forward
+    try:
+        ratio = bench.decode_ratio(model, policy_from("tova:capacity=40:interval=4"), 96, 5)
+    finally:
+        del model.forward
+    assert ratio.pairs == 5 and len(lengths) == 2 * (5 * 4 + 3)
+    for pair in zip(lengths[::2], lengths[1::2], strict=True):
+        assert {name for name, _ in pair} == {"CompressedCache", "DynamicCache"}
+        assert pair[0][1] == pair[1][1] in range(40, 44)
+
+
+def test_losses_of_a_stream_are_those_of_the_whole_text(make_model, prompt):
+    """As long as nothing is evicted; and a window of the whole text is the whole text."""
+    import torch
+    from kvcompress_eval.measure import stream_losses, window_losses
+
+    from kvcompress import policy_from
+
+    model, ids = make_model(), prompt(75)["input_ids"]
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    policy = policy_from("streaming_llm:capacity=75")
+    for chunk in (2, 16, 75):
+        streamed = torch.cat(list(stream_losses(model, ids, policy, chunk)))
+        torch.testing.assert_close(streamed, expected, atol=1e-4, rtol=1e-4)
+        fresh = torch.cat(list(window_losses(model, ids, 75, chunk)))
+        torch.testing.assert_close(fresh, expected, atol=1e-4, rtol=1e-4)
+    narrow = torch.cat(list(window_losses(model, ids, 20, 4)))
+    with torch.no_grad():
+        last = model(ids[:, 55:]).logits[0, -2]
+    assert narrow.shape == expected.shape
+    loss = torch.nn.functional.cross_entropy(last[None], ids[0, -1:])
+    torch.testing.assert_close(narrow[-1], loss, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mean_over_blocks():
+    import torch
+    from kvcompress_eval.measure import BLOCK, mean_of
+
+    mean = mean_of(torch.tensor([1.0, 3.0]).repeat_interleave(BLOCK))
+    assert mean.value == 2.0
+    assert mean.half_width == pytest.approx(1.96 * 2**0.5 / 2**0.5, rel=1e-3)
+
+
+def test_stream_writes_picture_and_numbers(saved_model, tmp_path, call):
+    out = tmp_path / "stream.png"
+    options = ["--tokens", 400, "--start", 200, "--context", 64, "--chunk", 16, "--out", out]
+    code, shown, _ = call("stream", "--model", saved_model, *options)
+    assert code == 0 and "NLL" in shown
+    assert out.read_bytes()[:4] == b"\x89PNG"
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert [row["label"] for row in record["results"]] == [
+        "fresh context of 64",
+        "streaming_llm:capacity=64:positions=cache",
+        "streaming_llm:capacity=64:n_sink=0:positions=cache",
+        "streaming_llm:capacity=64",
+    ]
+    assert record["results"][0]["ratio"] == 1
+    code, _, shown = call("stream", "--model", saved_model, "--tokens", 10**7)
+    assert code == 1 and "Give a longer text" in shown
 
 
 def test_each_goes_first_half_of_the_time():
