@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcompress_policies.h2o import H2OPolicy
     from kvcompress_policies.knorm import KNormPolicy
     from kvcompress_policies.pyramidkv import PyramidKVPolicy
+    from kvcompress_policies.scissorhands import ScissorhandsPolicy
     from kvcompress_policies.snapkv import SnapKVPolicy
     from kvcompress_policies.snapkv_decoding import SnapKVDecodingPolicy
     from kvcompress_policies.streaming_llm import StreamingLLMPolicy
@@ -53,6 +54,7 @@ __all__ = [
     "PressStateError",
     "PyramidKVPolicy",
     "Report",
+    "ScissorhandsPolicy",
     "Session",
     "ShapeError",
     "SnapKVDecodingPolicy",

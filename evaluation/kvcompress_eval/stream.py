@@ -64,6 +64,8 @@ def stream(
     ),
 ) -> None:
     """Read a text longer than the model's context and measure how well it is predicted."""
+    import warnings
+
     import torch
     import transformers
     from rich.console import Console
@@ -81,6 +83,7 @@ def stream(
             f"start={start} must lie before tokens={tokens}, and chunk={chunk} below "
             f"context={context}."
         )
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     loaded, tokenizer = load(model, device=device)
     policies = [policy_from(each.format(context=context)) for each in policy or DEFAULT]
     content = text.read_text(encoding="utf-8") if text is not None else "\n\n".join(essays())

@@ -15,6 +15,7 @@ def kvcompress_policies() -> "Iterable[type[Policy]]":
     from kvcompress_policies.h2o import H2OPolicy
     from kvcompress_policies.knorm import KNormPolicy
     from kvcompress_policies.pyramidkv import PyramidKVPolicy
+    from kvcompress_policies.scissorhands import ScissorhandsPolicy
     from kvcompress_policies.snapkv import SnapKVPolicy
     from kvcompress_policies.snapkv_decoding import SnapKVDecodingPolicy
     from kvcompress_policies.streaming_llm import StreamingLLMPolicy
@@ -28,4 +29,5 @@ def kvcompress_policies() -> "Iterable[type[Policy]]":
         TOVAPolicy,
         StreamingLLMPolicy,
         KNormPolicy,
+        ScissorhandsPolicy,
     ]

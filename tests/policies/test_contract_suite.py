@@ -10,6 +10,7 @@ SETTINGS = [
     "tova:capacity=20",
     "streaming_llm:capacity=20",
     "knorm:capacity=20",
+    "scissorhands:capacity=20:history=4:recent=2:interval=6",
     "snapkv:capacity=20:window_size=6+h2o:capacity=26:interval=2",
     "snapkv:capacity=20:window_size=6+h2o:capacity=6:scope=generated",
     "snapkv:capacity=20:window_size=6+streaming_llm:capacity=20",
