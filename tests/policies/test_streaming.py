@@ -4,10 +4,11 @@ import pytest
 import torch
 
 
-def rotated(key, delta, theta=10000.0):
+def rotated(key, delta, speeds=None):
     """Llama's rotation by `delta` positions, in float64."""
-    dim = key.shape[-1]
-    speeds = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if speeds is None:
+        dim = key.shape[-1]
+        speeds = 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = delta[..., None].double() * speeds
     cos, sin = angles.cos().repeat(1, 1, 1, 2), angles.sin().repeat(1, 1, 1, 2)
     first, second = key.double().chunk(2, dim=-1)
@@ -99,7 +100,8 @@ def test_nothing_adds_up_over_a_long_stream_in_half_precision(prompt):
         first = cache.layers[0].keys[:, :, :4].clone()
         for token in ids[:, 10:].split(1, dim=1):
             model(token, past_key_values=cache)
-    expected = rotated(first, torch.full((1, 2, 4), 400 - 20))
+    speeds = model.model.rotary_emb.inv_freq.double()  # rounded with the model
+    expected = rotated(first, torch.full((1, 2, 4), 400 - 20), speeds)
     error = (cache.layers[0].keys[:, :, :4].double() - expected).abs().max()
     assert error <= first.abs().max() * 2**-8  # one rounding, not 380
 
