@@ -21,6 +21,10 @@ MIN_SLACK = 256
 """Rows that a grown buffer has to spare; 12.5 % where that is more."""
 
 
+OBSERVED_TOGETHER = 16
+"""Decode steps whose queries a policy with state is shown in one go, if it evicts as rarely."""
+
+
 def with_slack(rows: int) -> int:
     """Rows to allocate for `rows` rows, so that appending rarely copies."""
     return rows + max(MIN_SLACK, rows // 8)
@@ -102,6 +106,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._settled = 0  # rows that the last eviction left
         self._state: dict[str, Tensor] = {}
         self._recent: Tensor | None = None  # the turn's last queries
+        self._unseen: list[Tensor] = []  # queries that the policy has still to observe
         self._front: Tensor | None = None  # keys of reindexed rows, at their original positions
         self._new = 0
         self._facts: dict[str, Any] = {"scaling": 1.0}
@@ -351,9 +356,12 @@ class KVLayer(DynamicLayer, HostedLayer):
         state = self.state
         observer = state.policy.observer(state.phase)
         if observer is None:
-            self._state = {}  # of an earlier turn; nobody will ask for it
+            self._state, self._unseen = {}, []  # of an earlier turn; nobody will ask for it
         else:
-            self._observe(observer, call)
+            self._unseen.append(call.query)
+            waits = state.phase == "decode" and state.decode is not None and not state.evicts_now
+            if not waits or len(self._unseen) >= OBSERVED_TOGETHER:
+                self._observe(observer, call)
         if state.plan is Plan.COLLECT:
             self._remember(call.query)
         elif state.plan is Plan.EVICT_AFTER:
@@ -454,12 +462,15 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._recent = recent if dropped else recent.clone()
 
     def _observe(self, observer: Policy, call: AttentionCall) -> None:
+        """Show the policy all queries since the last time; no row was evicted in between."""
         started, key = time.perf_counter(), call.key
+        unseen, self._unseen = self._unseen, []
+        query = unseen[0] if len(unseen) == 1 else torch.cat(unseen, dim=2)
         for name, rows in self._state.items():
             missing = call.key.shape[2] - rows.shape[2]
             self._state[name] = torch.nn.functional.pad(rows, (0, missing))
         with torch.no_grad():
-            view = self._view(self.state.phase, call.query, key, call.value)
+            view = self._view(self.state.phase, query, key, call.value)
             self._state = dict(observer.observe(view))
         expected = (key.shape[0], self._heads, key.shape[2])
         for name, rows in self._state.items():
@@ -581,6 +592,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self.counts.seen -= remove
         held = self.counts.held
         self._known, self._settled = min(self._known, held), min(self._settled, held)
+        self._unseen = self._unseen[: max(0, len(self._unseen) - remove)]  # one token each
         self._state = {name: rows[..., :held] for name, rows in self._state.items()}
 
     def _tail_is_whole(self, count: int) -> bool:
@@ -612,6 +624,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._columns = None if self._columns is None else change(self._columns)
         self._recent = None if self._recent is None else change(self._recent)
         self._front = None if self._front is None else change(self._front)
+        self._unseen = [change(query) for query in self._unseen]
         self._state = {name: change(rows) for name, rows in self._state.items()}
         state = self.state
         if self.index == 0 and state.pads is not None:

@@ -42,7 +42,7 @@ class LayerView:
 
     query: Float[Tensor, "batch heads q_len head_dim"]
     """After RoPE: the last queries, oldest first; as many as the policy's `query_tokens` asks for
-    and the turn has. In `observe`, all queries of this forward."""
+    and the turn has. In `observe`, all queries since the last call."""
     key: Float[Tensor, "batch key_heads held head_dim"]
     """After RoPE, as the attention function gets it."""
     value: Float[Tensor, "batch key_heads held value_dim"]
@@ -143,7 +143,7 @@ class Policy(BaseModel):
     phases: ClassVar[frozenset[Phase]] = frozenset({"prefill"})
     """When the policy evicts: once when a prompt ends, after decode steps, or both."""
     needs: ClassVar[frozenset[Literal["observe"]]] = frozenset()
-    """`observe`: the policy keeps state and must see every forward."""
+    """`observe`: the policy keeps state and must see every query."""
     per_layer: ClassVar[frozenset[str]] = frozenset({"capacity"})
     """Fields that accept one value for each hosted layer."""
     default_capacity: ClassVar[int] = 2048
@@ -253,7 +253,10 @@ class Policy(BaseModel):
         return 0
 
     def observe(self, view: LayerView) -> Mapping[str, Tensor]:
-        """New state after a forward, for policies that declare `needs = {"observe"}`.
+        """New state after one or more forwards, for policies that declare `needs = {"observe"}`.
+
+        Every query is shown once, before any row is evicted that it attended to. Between two
+        evictions at decode, queries may be shown together.
 
         `view.state` holds the previous state, with zeros for the new rows. Every tensor is
         batch x kv_heads x held; core takes it along when rows are evicted, reordered or dropped.

@@ -142,6 +142,76 @@ def test_drafts_are_refused_for_policies_that_evict_while_decoding(make_model, p
         )
 
 
+def test_drafts_are_refused_for_policies_that_keep_records(make_model):
+    """Also if they evict at prefill only: rejected drafts' queries could not be taken back."""
+    from typing import ClassVar
+
+    from kvcompress import Policy, UnsupportedModeError, press
+
+    class WatchfulPolicy(Policy):
+        name: ClassVar[str] = "watchful"
+        needs: ClassVar = frozenset({"observe"})
+
+        def observe(self, view):
+            return {"sum": view.attention_received()}
+
+        def scores(self, view):
+            return view.state["sum"]
+
+    model = make_model()
+    with (
+        press(model, WatchfulPolicy(capacity=20)),
+        pytest.raises(UnsupportedModeError, match=r"watchful keeps a record .* draft tokens"),
+    ):
+        model.generate(
+            torch.arange(1, 9).repeat(8)[None],
+            max_new_tokens=9,
+            do_sample=False,
+            prompt_lookup_num_tokens=4,
+            eos_token_id=100,  # older transformers need one here
+        )
+
+
+def faulty(**methods):
+    from typing import ClassVar
+
+    from kvcompress import DecodePolicy
+
+    class FaultyPolicy(DecodePolicy):
+        name: ClassVar[str] = "faulty"
+        needs: ClassVar = frozenset({"observe"})
+
+        def observe(self, view):
+            return {}
+
+        def scores(self, view):
+            return view.value.float().norm(dim=-1)
+
+    return type("FaultyPolicy", (FaultyPolicy,), {"__annotations__": {}, **methods})(capacity=20)
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (
+            {"observe": lambda self, view: {"sum": torch.zeros(1, 2, 3)}},
+            r"observe\(\) returned 'sum' of shape \(1, 2, 3\); it must be \(1, 2, 40\)",
+        ),
+        ({"budget": lambda self, *sizes: 0}, r"budget\(\) gave 0 rows for layer 0"),
+        (
+            {"scores": lambda self, view: view.attention_received()},
+            r"needs queries, and this view has none",
+        ),
+    ],
+)
+def test_faults_of_a_policy_are_told_before_a_token(make_model, prompt, methods, said):
+    from kvcompress import PolicyConfigError, press
+
+    model = make_model()
+    with press(model, faulty(**methods)), pytest.raises(PolicyConfigError, match=said):
+        model.generate(**prompt(40), max_new_tokens=2)
+
+
 def test_observe_sees_no_more_than_its_view(make_model, prompt):
     """Shapes of every view, at prefill and at decode, with drafts of nothing."""
     from typing import ClassVar

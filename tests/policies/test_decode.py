@@ -106,7 +106,8 @@ def kept(model, spec, inputs, tokens, watch=None):
 # counted anew over what is held now: see the next test.
 @pytest.mark.parametrize(
     ("rule", "interval"),
-    [(rule, interval) for rule in RULES for interval in (1, 5)][:-2] + [("snapkv_decoding", 5)],
+    [(rule, interval) for rule in ("tova", "h2o", "h2o_observers") for interval in (1, 5, 24)]
+    + [("snapkv_decoding", 5)],
 )
 def test_selection_is_that_of_the_true_attention_maps(make_model, prompt, rule, interval):
     inputs, tokens = prompt(PROMPT)["input_ids"], prompt(STEPS + 1, seed=9)["input_ids"]
@@ -128,6 +129,48 @@ def test_selection_is_that_of_the_true_attention_maps(make_model, prompt, rule, 
     other = kept(make_model("llama", "sdpa"), spec, inputs, tokens)
     for mine, theirs in zip(ours, other, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(40,), (40, 31)], ids=["single", "padded"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"h2o:capacity={CAPACITY}:interval=6",
+        "snapkv:capacity=16:window_size=4+h2o:capacity=20:interval=6",
+        f"h2o:capacity={CAPACITY}+tova:capacity=20:interval=6",
+    ],
+)
+def test_queries_observed_together_count_as_one_by_one(
+    make_model, prompt, monkeypatch, spec, lengths
+):
+    """Over two turns, the first of which ends between two evictions, and with beams."""
+    from kvcompress import cache, press
+
+    model, inputs = make_model(), prompt(*lengths)
+    results = []
+    for together in (1, 4, 16):
+        monkeypatch.setattr(cache, "OBSERVED_TOGETHER", together)
+        for beams in (1, 3):
+            options = {"max_new_tokens": 15, "do_sample": False, "num_beams": beams}
+            with press(model, spec):
+                first = model.generate(**inputs, **options, return_dict_in_generate=True)
+                kept = [layer.positions for layer in first.past_key_values.layers]
+                if beams == 1:
+                    ids = torch.cat([first.sequences, prompt(*[9] * len(lengths))["input_ids"]], 1)
+                    mask = torch.ones_like(ids)
+                    mask[:, : lengths[0]] = inputs["attention_mask"]
+                    model.generate(
+                        ids,
+                        attention_mask=mask,
+                        past_key_values=first.past_key_values,
+                        max_new_tokens=9,
+                        do_sample=False,
+                    )
+                    kept += [layer.positions for layer in first.past_key_values.layers]
+            results.append((beams, [first.sequences, *kept]))
+    for beams, other in results:
+        expected = next(found for number, found in results if number == beams)
+        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
 
 
 @pytest.mark.parametrize("spec", [RULES["snapkv_decoding"], RULES["tova"], RULES["h2o"]])
