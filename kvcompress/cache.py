@@ -457,9 +457,10 @@ class KVLayer(DynamicLayer, HostedLayer):
         goes_on = self.counts.seen - self._new > state.turn.start
         if self._recent is not None and goes_on and recent.shape[2] < wanted:
             recent = torch.cat([self._recent, recent], dim=2)[:, :, -wanted:]
-        # A view would keep the queries of the whole prompt alive beyond this forward.
-        dropped = state.plan is Plan.EVICT_AFTER and state.decode is not state.prefill
-        self._recent = recent if dropped else recent.clone()
+        elif state.plan is not Plan.EVICT_AFTER or state.decode is state.prefill:
+            # They are needed beyond this forward; a view would keep the whole prompt's alive.
+            recent = recent.clone()
+        self._recent = recent
 
     def _observe(self, observer: Policy, call: AttentionCall) -> None:
         """Show the policy all queries since the last time; no row was evicted in between."""
