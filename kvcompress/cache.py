@@ -20,7 +20,6 @@ from kvcompress.tensors import gather_rows, newest, positions_of, row_numbers, t
 MIN_SLACK = 256
 """Rows that a grown buffer has to spare; 12.5 % where that is more."""
 
-
 OBSERVED_TOGETHER = 16
 """Decode steps whose queries a policy with state is shown in one go, if it evicts as rarely."""
 
@@ -88,9 +87,11 @@ class KVLayer(DynamicLayer, HostedLayer):
         self.state = state
         self._shared = shared
         self._rotation = rotation
-        parts = [state.prefill, state.decode]
-        read = [part.query_tokens(index, state.num_layers) if part else 0 for part in parts]
-        self._wanted: dict[Phase, int] = {"prefill": max(read), "decode": read[1]}
+        parts: dict[Phase, Policy | None] = {"prefill": state.prefill, "decode": state.decode}
+        self._reads: dict[Phase, int] = {  # queries, by the policy of each phase
+            phase: part.query_tokens(index, state.num_layers) if part else 0
+            for phase, part in parts.items()
+        }
         self.index = index
         self.counts = state.counts[index]
         self._lease = lease
@@ -447,7 +448,8 @@ class KVLayer(DynamicLayer, HostedLayer):
     def _remember(self, query: Tensor) -> None:
         """Keep the last queries of the turn that the policies will read."""
         state = self.state
-        wanted = self._wanted[state.phase]
+        decode = self._reads["decode"]
+        wanted = decode if state.phase == "decode" else max(self._reads["prefill"], decode)
         if not wanted:
             return
         if query.shape[2] == wanted:
@@ -521,8 +523,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if spared + budget >= held:
             return None
         with torch.no_grad():
-            wanted = policy.query_tokens(self.index, self.state.num_layers)
-            query = self._recent
+            wanted, query = self._reads[phase], self._recent
             if query is None or not wanted:
                 batch, _, _, dim = key.shape
                 query = key.new_empty(batch, key.shape[1], 0, dim)

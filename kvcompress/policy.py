@@ -358,7 +358,7 @@ class Policy(BaseModel):
         """A policy from the parts of its string form after the name, each `field=value`.
 
         Args:
-            parts: None for a policy with its defaults.
+            parts: Empty for a policy with its defaults.
             spec: The whole string, for errors.
 
         Raises:

@@ -13,6 +13,15 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tensors as small as these take longer on two, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def no_trace():
     """Fail if transformers' classes or a model's hooks are not as they were."""

@@ -1,7 +1,6 @@
 """`kvcompress demo`: one long prompt, answered from the full cache and from compressed ones."""
 
 import json
-import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +39,7 @@ def demo(
 
     from kvcompress import policy_from
     from kvcompress.models import load
-    from kvcompress_eval.measure import timed_run
+    from kvcompress_eval.measure import environment, timed_run
     from kvcompress_eval.needle import make_needle
     from kvcompress_eval.plots import plot_kept
 
@@ -109,10 +108,7 @@ def demo(
         "prompt_tokens": prompt,
         "number": needle.answer,
         "number_tokens": [needle.first, needle.last],
-        "device": str(loaded.device),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **environment(loaded),
     }
     record_path = out.with_suffix(".json")
     record_path.write_text(json.dumps({**settings, "runs": records}, indent=2) + "\n")

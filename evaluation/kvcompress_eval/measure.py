@@ -1,11 +1,13 @@
 """Measurements that commands share: a timed `generate` call, and losses along a text."""
 
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist, median
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -90,6 +92,16 @@ def timed_run(
         decode_seconds=tuple(streamer.decode_seconds),
         kept=kept,
     )
+
+
+def environment(model: PreTrainedModel) -> dict[str, str]:
+    """What a record says about where it was made."""
+    return {
+        "device": str(model.device),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def cache_of(output: Any) -> Any:

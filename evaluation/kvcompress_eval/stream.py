@@ -6,7 +6,6 @@ piece, which costs many times as much.
 """
 
 import json
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -67,14 +66,13 @@ def stream(
     import warnings
 
     import torch
-    import transformers
     from rich.console import Console
     from rich.table import Table
 
     from kvcompress import policy_from
     from kvcompress.errors import PolicyConfigError
     from kvcompress.models import load
-    from kvcompress_eval.measure import mean_of, stream_losses, window_losses
+    from kvcompress_eval.measure import environment, mean_of, stream_losses, window_losses
     from kvcompress_eval.needle import essays
     from kvcompress_eval.plots import plot_losses
 
@@ -131,10 +129,7 @@ def stream(
         "context": context,
         "chunk": chunk,
         "text": "embedded essays" if text is None else text.name,
-        "device": str(loaded.device),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **environment(loaded),
     }
     numbers = out.with_suffix(".json")
     numbers.write_text(json.dumps({**settings, "results": rows}, indent=2) + "\n")

@@ -45,16 +45,7 @@ def kept_positions(
             `keep_ratio`.
     """
     policy = _of_prompt(policy)
-    view = view_of(
-        policy,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        attention_mask=attention_mask,
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-    )
+    view = view_of(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
     columns = torch.arange(view.held, device=key.device).expand_as(view.positions)
     index = columns if view.budget == view.held else select_rows(policy, view, view.budget)
     return torch.where(view.valid.gather(2, index), index, -1)
@@ -76,16 +67,7 @@ def scores(
     Arguments as for `kept_positions`.
     """
     policy = _of_prompt(policy)
-    view = view_of(
-        policy,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        attention_mask=attention_mask,
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-    )
+    view = view_of(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
     return final_scores([judge(policy, view)])[0]
 
 
@@ -102,7 +84,6 @@ def view_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     scaling: float | None = None,
     attention_mask: Tensor | None = None,
     layer_idx: int = 0,

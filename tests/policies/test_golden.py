@@ -37,13 +37,7 @@ SCHEDULES = json.loads(
 )["schedules"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors as small as these take longer on two, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kvf_spec(name, meta):

@@ -11,13 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 POOLINGS = [("avg", 1), ("avg", 5), ("avg", 7), ("max", 1), ("max", 5), ("max", 7), ("none", 5)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors as small as these take longer on two, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="session")
