@@ -1,4 +1,4 @@
-"""The cache layer: slack-buffered storage, positions, and the moment of eviction."""
+"""The cache layer: what transformers and the seam call, and the moment of eviction."""
 
 import time
 from collections.abc import Callable
@@ -13,64 +13,36 @@ from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
 from kvcompress.errors import PolicyConfigError, UnsupportedModeError
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
+from kvcompress.rows import Ledger, Rows, Spare, with_slack
 from kvcompress.selection import Judgement, batch_budget, final_scores, judge
 from kvcompress.state import CacheState, Plan
-from kvcompress.tensors import gather_rows, newest, positions_of, row_numbers, top_positions
-
-MIN_SLACK = 256
-"""Rows that a grown buffer has to spare; 12.5 % where that is more."""
+from kvcompress.tensors import (
+    gather_rows,
+    lowest,
+    newest,
+    positions_of,
+    row_numbers,
+    top_positions,
+)
 
 OBSERVED_TOGETHER = 16
 """Decode steps whose queries a policy with state is shown in one go, if it evicts as rarely."""
 
 
-def with_slack(rows: int) -> int:
-    """Rows to allocate for `rows` rows, so that appending rarely copies."""
-    return rows + max(MIN_SLACK, rows // 8)
-
-
 class Shared:
-    """What the layers of a cache share in evicting.
-
-    Buffers that one eviction leaves serve the next one, so that a step of decode that evicts
-    allocates nothing, at the cost of one layer's memory.
-    """
+    """What the layers of a cache share in evicting."""
 
     def __init__(self) -> None:
         self.nominees: list[tuple[KVLayer, Judgement, int]] = []
         """Layers that will evict when this forward ends, and how many of their rows stay."""
-        self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """What is held here."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def swap(self, kind: str, used: Tensor, shape: torch.Size) -> Tensor:
-        """A buffer of `shape` like `used`, which may be taken over if it has that shape too."""
-        spare = self._buffers.pop(kind, None)
-        if used.shape == shape:
-            self._buffers[kind] = used
-        wanted = (shape, used.dtype, used.device, torch.is_inference_mode_enabled())
-        if spare is not None:
-            has = (spare.shape, spare.dtype, spare.device, spare.is_inference())
-            if has == wanted:
-                return spare
-        return used.new_empty(shape)
-
-    def clear(self) -> None:
-        """Forget all of it."""
-        self.nominees.clear()
-        self._buffers.clear()
+        self.spare = Spare()
 
 
 class KVLayer(DynamicLayer, HostedLayer):
     """One layer of a compressed cache.
 
     To transformers it is a layer that has *seen* `get_seq_length()` tokens, so positions and turns
-    come out right, and *holds* fewer, which only its mask sizes tell. Keys and values live in
-    buffers with slack: a decode step writes one row in place. Everything that belongs to rows (key,
-    value, column, the policy's state) is kept, cropped, reordered, repeated and selected together.
+    come out right, and *holds* fewer, which only its mask sizes tell.
     """
 
     is_sliding = False
@@ -94,43 +66,54 @@ class KVLayer(DynamicLayer, HostedLayer):
         }
         self.index = index
         self.counts = state.counts[index]
+        self.rows = Rows(self.counts, shared.spare)
+        """The storage, with rows in whatever order they are."""
         self._lease = lease
         self._forget()
         super().__init__()  # type: ignore[no-untyped-call]
         self.record_past = False
 
     def _forget(self) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._columns: Tensor | None = None  # None until an eviction: rows are columns then
-        self._known = 0  # rows whose columns are written; later ones follow on from the newest
-        self._settled = 0  # rows that the last eviction left
-        self._state: dict[str, Tensor] = {}
-        self._recent: Tensor | None = None  # the turn's last queries
+        self.rows.clear()
+        self._recent: list[Tensor] = []  # the turn's last queries, oldest first
         self._unseen: list[Tensor] = []  # queries that the policy has still to observe
-        self._front: Tensor | None = None  # keys of reindexed rows, at their original positions
         self._new = 0
         self._facts: dict[str, Any] = {"scaling": 1.0}
 
-    # Storage. `keys` and `values` are properties because inherited code reads and assigns them.
+    # `keys` and `values` are properties because inherited code reads and assigns them.
 
     @property
     def keys(self) -> Tensor | None:
-        """Held keys, batch x kv_heads x held x head_dim: a view of the buffer."""
-        return None if self._keys is None else self._keys[:, :, : self.counts.held]
+        """Held keys in position order, batch x kv_heads x held x head_dim: a view of a buffer."""
+        self.rows.restore_order()
+        return None if self.rows.empty else self.rows.keys
 
     @keys.setter
     def keys(self, rows: Tensor | None) -> None:
-        self._keys = rows if rows is not None and rows.ndim == 4 else None
+        if rows is not None:
+            raise AttributeError("the keys of a compressed cache cannot be assigned")
 
     @property
     def values(self) -> Tensor | None:
-        """Held values, batch x kv_heads x held x head_dim: a view of the buffer."""
-        return None if self._values is None else self._values[:, :, : self.counts.held]
+        """Held values in position order, batch x kv_heads x held x head_dim."""
+        self.rows.restore_order()
+        return None if self.rows.empty else self.rows.values
 
     @values.setter
     def values(self, rows: Tensor | None) -> None:
-        self._values = rows if rows is not None and rows.ndim == 4 else None
+        if rows is not None:
+            raise AttributeError("the values of a compressed cache cannot be assigned")
+
+    @property
+    def columns(self) -> Int64[Tensor, "batch kv_heads held"]:
+        """Which of the seen tokens, padding included, every held row is; ascending."""
+        self.rows.restore_order()
+        return self.rows.columns().long()
+
+    @property
+    def positions(self) -> Int64[Tensor, "batch kv_heads held"]:
+        """Original position of every held row, ascending; -1 for padding."""
+        return positions_of(self.columns, self.state.pads)
 
     def adopt(self, layer: DynamicLayer) -> None:
         """Take over the rows of a layer that was filled before it was hosted."""
@@ -138,7 +121,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             return
         assert layer.values is not None
         self.lazy_initialization(layer.keys, layer.values)
-        self._keys, self._values = layer.keys, layer.values
+        self.rows.adopt(layer.keys, layer.values)
         self.counts.held = self.counts.seen = layer.keys.shape[2]
         self._account()
 
@@ -146,43 +129,6 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Remember device and dtype; buffers come with the first rows."""
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
-
-    @property
-    def columns(self) -> Int64[Tensor, "batch kv_heads held"]:
-        """Which of the seen tokens, padding included, every held row is."""
-        assert self._keys is not None
-        held, seen = self.counts.held, self.counts.seen
-        if self._columns is None:
-            every = torch.arange(seen, device=self._keys.device)
-            return every.expand(*self._keys.shape[:2], seen)
-        return self._written_columns(self._columns)[..., :held].long()
-
-    def _written_columns(self, buffer: Tensor) -> Tensor:
-        """The buffer of columns, with those of the newest rows."""
-        held, seen, known = self.counts.held, self.counts.seen, self._known
-        if known == held:
-            return buffer
-        frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if buffer.shape[2] < held or frozen:
-            grown = buffer.new_empty(*buffer.shape[:2], with_slack(held))
-            grown[..., :known] = buffer[..., :known]
-            buffer = grown
-        if held == known + 1:
-            buffer.narrow(2, known, 1).fill_(seen - 1)
-        else:
-            buffer[..., known:held] = torch.arange(seen - held + known, seen, device=buffer.device)
-        self._columns, self._known = buffer, held
-        return buffer
-
-    @property
-    def _heads(self) -> int:
-        assert self._keys is not None
-        return self._keys.shape[1]
-
-    @property
-    def positions(self) -> Int64[Tensor, "batch kv_heads held"]:
-        """Original position of every held row, ascending; -1 for padding."""
-        return positions_of(self.columns, self.state.pads)
 
     @torch.compiler.disable
     def update(
@@ -193,10 +139,10 @@ class KVLayer(DynamicLayer, HostedLayer):
         Raises:
             UnsupportedModelError: The previous layer's attention bypassed the seam.
         """
-        new = key_states.shape[-2]
-        if self._keys is not None and self._keys.shape[0] != key_states.shape[0]:
+        rows, new = self.rows, key_states.shape[-2]
+        if not rows.empty and rows.batch_heads[0] != key_states.shape[0]:
             raise UnsupportedModeError(
-                f"The cache holds a batch of {self._keys.shape[0]}, the call brings "
+                f"The cache holds a batch of {rows.batch_heads[0]}, the call brings "
                 f"{key_states.shape[0]} rows. Repeat it first: cache.batch_repeat_interleave(n)."
             )
         if self.index == 0:
@@ -205,35 +151,15 @@ class KVLayer(DynamicLayer, HostedLayer):
             raise self.state.bypassed(self.state.counts[self.index - 1].layer_idx)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        buffers = self._keys, self._values
-        self._keys = self._appended(self._keys, key_states)
-        self._values = self._appended(self._values, value_states)
+        if self.state.plan is not Plan.DECODE or new > 1:
+            rows.restore_order()
+        allocated = rows.append(key_states, value_states)
         self._new = new
-        self.counts.held += new
-        self.counts.seen += new
         self.state.updated += 1
-        if buffers[0] is not self._keys or buffers[1] is not self._values:
+        if allocated:
             self._account()
         announce(self)
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    def _appended(self, buffer: Tensor | None, rows: Tensor) -> Tensor:
-        held = self.counts.held
-        need = held + rows.shape[2]
-        if buffer is None or held == 0:
-            # No slack: a prompt is likely to be cut at once. A copy: the caller owns its rows.
-            return rows.clone(memory_format=torch.contiguous_format)
-        if torch.is_grad_enabled() and (buffer.requires_grad or rows.requires_grad):
-            return torch.cat([buffer[:, :, :held], rows], dim=2)
-        frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if buffer.shape[2] < need or frozen:
-            batch, kv_heads, _, dim = buffer.shape
-            grown = buffer.new_empty(batch, kv_heads, with_slack(need), dim)
-            grown[:, :, :held] = buffer[:, :, :held]
-            buffer = grown
-        buffer[:, :, held:need] = rows
-        return buffer
+        return rows.keys, rows.values
 
     def undo_update(self) -> None:
         """Take the last update back."""
@@ -256,22 +182,10 @@ class KVLayer(DynamicLayer, HostedLayer):
             index: The rows that stay.
             numbers: `numbers_for(index)`, if it is at hand.
         """
-        assert self._keys is not None and self._values is not None
-        if self._front is not None:
-            self._keys[:, :, : self._front.shape[2]] = self._front
-        numbers = self.numbers_for(index) if numbers is None else numbers
-        if self._columns is None:
-            self._columns = index.int()
-        else:
-            self._columns = self._written_columns(self._columns).gather(2, index)
-        self._state = {name: rows.gather(2, index) for name, rows in self._state.items()}
-        self.counts.held = self._known = self._settled = index.shape[2]
-        before = self._keys.shape
-        self._keys = self._gathered("keys", self._keys, numbers)
-        self._values = self._gathered("values", self._values, numbers)
+        changed = self.rows.keep(index, self.numbers_for(index) if numbers is None else numbers)
         if self._rotation is not None:
             self._reindex(self._rotation)
-        if self._keys.shape != before:
+        if changed:
             self._account()
 
     def numbers_for(
@@ -279,52 +193,45 @@ class KVLayer(DynamicLayer, HostedLayer):
     ) -> Int64[Tensor, "*layers rows"]:
         """Which rows of the buffers the next buffers are filled with."""
         kept, decode = index.shape[-1], self.state.decode
-        evicts_again = decode is not None and self.state.phase == "decode"
-        rows = kept + decode.interval if decode is not None and evicts_again else with_slack(kept)
-        # Rows to come are filled with the first one, which is quicker than a copy of a part.
-        index = torch.nn.functional.pad(index, (0, rows - kept))
-        return row_numbers(index, self.rows)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the buffers, used or not."""
-        return 0 if self._keys is None else self._keys.shape[2]
+        comes_back = decode is not None and not self.state.policy.spares_prompt
+        size = kept + decode.interval if decode is not None and comes_back else with_slack(kept)
+        return self.rows.numbers_for(index, size)
 
     def _reindex(self, rotation: Rotation) -> None:
         """Move the keys at the front up to the rows behind them.
 
         Always from their original positions, so that no error adds up over a long stream.
         """
-        assert self._keys is not None and self._columns is not None
         moved = self.state.policy.reindexed_tokens(self.index, self.state.num_layers)
-        old = self._columns[..., :moved].long()
+        old = self.rows.columns()[..., :moved].long()
         first = self.counts.seen - self.counts.held
         new = torch.arange(first, first + old.shape[-1], device=old.device).expand_as(old)
         if self.state.pads is not None:
             pads = self.state.pads[:, None, None]
             old, new = old - pads, new - pads
-        self._front = self._keys[:, :, :moved].clone()
-        self._keys[:, :, :moved] = rotation.move(self._front, self.index, old, new)
+        keys = self.rows.keys[:, :, :moved]
+        self.rows.front = keys.clone()
+        keys.copy_(rotation.move(self.rows.front, self.index, old, new))
 
-    def _gathered(self, kind: str, buffer: Tensor, numbers: Tensor) -> Tensor:
-        batch, kv_heads, _, dim = buffer.shape
-        shape = torch.Size((batch, kv_heads, numbers.numel() // (batch * kv_heads), dim))
-        flat = buffer.flatten(0, 2)
-        if torch.is_grad_enabled() and buffer.requires_grad:
-            return flat.index_select(0, numbers).view(shape)
-        out = self._shared.swap(kind, buffer, shape)
-        torch.index_select(flat, 0, numbers, out=out.view(-1, dim))
-        return out
+    @property
+    def may_replace(self) -> bool:
+        """Whether one row may be evicted by `Rows.replace`, after which rows are in no order."""
+        actors = (self.state.decode, self.state.policy.observer("decode"))
+        return (
+            all(actor is None or actor.any_order for actor in actors)
+            and self._reads["decode"] <= 1  # the rows of several queries would have to be the last
+            and self.state.pads is None  # padding must stay where the mask has it
+            and self._rotation is None
+            and not self.rows.needs_grad
+        )
 
     def _account(self) -> None:
-        assert self._keys is not None and self._values is not None
-        parts = [self._keys, self._values, self._columns, self._recent, self._front]
-        parts += self._state.values()
-        allocated = sum(part.nbytes for part in parts if part is not None)
-        self.counts.allocated_bytes = allocated + (self._shared.nbytes if self.index == 0 else 0)
-        batch, kv_heads = self._keys.shape[:2]
-        width = self._keys.shape[3] * self._keys.itemsize
-        width += self._values.shape[3] * self._values.itemsize
+        allocated = self.rows.nbytes + sum(query.nbytes for query in self._recent)
+        shared = self._shared.spare.nbytes if self.index == 0 else 0
+        self.counts.allocated_bytes = allocated + shared
+        keys, values = self.rows.keys, self.rows.values
+        batch, kv_heads = self.rows.batch_heads
+        width = keys.shape[3] * keys.itemsize + values.shape[3] * values.itemsize
         self.counts.row_bytes = batch * kv_heads * width
 
     # What the seam calls.
@@ -333,7 +240,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Check the forward, and evict first if the prompt turns out to have ended before it."""
         state, new = self.state, self._new
         state.attended += 1
-        own = self._keys is not None and call.key.data_ptr() == self._keys.data_ptr()
+        own = call.key.data_ptr() == self.rows.keys.data_ptr()
         state.expands_latents = not own
         if self.index == 0 and new > 1:
             state.check_positions(call.position_ids, self.counts.seen - new, new)
@@ -346,8 +253,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             return call.key, call.value
         self.keep(index)
         if own:
-            assert self.keys is not None and self.values is not None
-            return self.keys, self.values
+            return self.rows.keys, self.rows.values
         # MLA: the model attends to expanded latents.
         index = index.expand(-1, call.key.shape[1], -1)
         return gather_rows(call.key, index), gather_rows(call.value, index)
@@ -357,7 +263,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         state = self.state
         observer = state.policy.observer(state.phase)
         if observer is None:
-            self._state, self._unseen = {}, []  # of an earlier turn; nobody will ask for it
+            self.rows.state, self._unseen = {}, []  # of an earlier turn; nobody will ask for it
         else:
             self._unseen.append(call.query)
             waits = state.phase == "decode" and state.decode is not None and not state.evicts_now
@@ -390,8 +296,9 @@ class KVLayer(DynamicLayer, HostedLayer):
 
     def end_prefill(self) -> None:
         """Evict now, outside a forward, with the queries that were remembered."""
-        if self.keys is not None and self.values is not None:
-            self._end_prompt(self.keys, self.values, trailing=0)
+        if not self.rows.empty:
+            self.rows.restore_order()
+            self._end_prompt(self.rows.keys, self.rows.values, trailing=0)
 
     def _end_prompt(self, key: Tensor, value: Tensor, trailing: int) -> None:
         """Evict at the end of a prompt; the last `trailing` rows came after it and stay."""
@@ -412,7 +319,7 @@ class KVLayer(DynamicLayer, HostedLayer):
                     index = torch.cat([index, tail.expand(*index.shape[:2], -1)], dim=-1)
         if self.state.decode is not self.state.prefill:
             # The rows of its queries may be gone.
-            self._recent = None
+            self._recent = []
         left = key.shape[2] if index is None else index.shape[2]
         self._set_decode_quota(left, trailing)
         return index
@@ -452,31 +359,33 @@ class KVLayer(DynamicLayer, HostedLayer):
         wanted = decode if state.phase == "decode" else max(self._reads["prefill"], decode)
         if not wanted:
             return
-        if query.shape[2] == wanted:
-            self._recent = query
-            return
-        recent = query[:, :, -wanted:]
-        goes_on = self.counts.seen - self._new > state.turn.start
-        if self._recent is not None and goes_on and recent.shape[2] < wanted:
-            recent = torch.cat([self._recent, recent], dim=2)[:, :, -wanted:]
-        elif state.plan is not Plan.EVICT_AFTER or state.decode is state.prefill:
+        new = query.shape[2]
+        if new > 1 and (state.plan is not Plan.EVICT_AFTER or state.decode is not state.prefill):
             # They are needed beyond this forward; a view would keep the whole prompt's alive.
-            recent = recent.clone()
-        self._recent = recent
+            query = query[:, :, -wanted:].clone()
+        goes_on = self.counts.seen - self._new > state.turn.start
+        self._recent = [*self._recent, query] if goes_on and new < wanted else [query]
+        if len(self._recent) > 2 * wanted:
+            self._recent = self._recent[-wanted:]
+
+    def _last_queries(self, wanted: int) -> Tensor | None:
+        if not self._recent or not wanted:
+            return None
+        if len(self._recent) > 1:
+            self._recent = [torch.cat(self._recent, dim=2)]
+        return self._recent[0][:, :, -wanted:]
 
     def _observe(self, observer: Policy, call: AttentionCall) -> None:
         """Show the policy all queries since the last time; no row was evicted in between."""
         started, key = time.perf_counter(), call.key
         unseen, self._unseen = self._unseen, []
         query = unseen[0] if len(unseen) == 1 else torch.cat(unseen, dim=2)
-        for name, rows in self._state.items():
-            missing = call.key.shape[2] - rows.shape[2]
-            self._state[name] = torch.nn.functional.pad(rows, (0, missing))
+        self.rows.extend_state()
         with torch.no_grad():
             view = self._view(self.state.phase, query, key, call.value)
-            self._state = dict(observer.observe(view))
-        expected = (key.shape[0], self._heads, key.shape[2])
-        for name, rows in self._state.items():
+            self.rows.state = dict(observer.observe(view))
+        expected = (*self.rows.batch_heads, key.shape[2])
+        for name, rows in self.rows.state.items():
             if rows.shape != expected:
                 raise PolicyConfigError(
                     f"{observer.name}: observe() returned {name!r} of shape {tuple(rows.shape)}; "
@@ -487,20 +396,21 @@ class KVLayer(DynamicLayer, HostedLayer):
     def _view(
         self, phase: Phase, query: Tensor, key: Tensor, value: Tensor, budget: int = 0
     ) -> LayerView:
-        held = key.shape[2]
+        held, rows = key.shape[2], self.rows
         return LayerView(
             query=query,
             key=key,
             value=value,
-            kv_heads=self._heads,
-            locate=lambda: self.positions[:, :, :held],
+            kv_heads=rows.batch_heads[1],
+            locate=lambda: positions_of(rows.columns()[:, :, :held], self.state.pads),
+            find_newest=None if rows.in_order else rows.newest,
             padded=self.state.pads is not None,
             layer_idx=self.index,
             num_layers=self.state.num_layers,
             seen=self.counts.seen - (self.counts.held - held),
             phase=phase,
             budget=budget,
-            state={name: rows[:, :, :held] for name, rows in self._state.items()},
+            state={name: tensor[:, :, :held] for name, tensor in rows.state.items()},
             **self._facts,
         )
 
@@ -523,11 +433,11 @@ class KVLayer(DynamicLayer, HostedLayer):
         if spared + budget >= held:
             return None
         with torch.no_grad():
-            wanted, query = self._reads[phase], self._recent
-            if query is None or not wanted:
+            query = self._last_queries(self._reads[phase])
+            if query is None:
                 batch, _, _, dim = key.shape
                 query = key.new_empty(batch, key.shape[1], 0, dim)
-            view = self._view(phase, query[:, :, -wanted:], key, value, budget)
+            view = self._view(phase, query, key, value, budget)
             always = None
             if spared:
                 always = ~newest(held, held - spared, key.device)
@@ -585,27 +495,14 @@ class KVLayer(DynamicLayer, HostedLayer):
             )
         if remove == 0 or not self.is_initialized:
             return
-        if not self._tail_is_whole(remove):
+        self.rows.restore_order()
+        if not self.rows.tail_is_whole(remove):
             raise UnsupportedModeError(
                 f"crop() by {remove} tokens reaches back past rows that were evicted; the cache as "
                 "it was then is gone. Crop less, or start again with a new cache."
             )
-        self.counts.held -= remove
-        self.counts.seen -= remove
-        held = self.counts.held
-        self._known, self._settled = min(self._known, held), min(self._settled, held)
+        self.rows.drop(remove)
         self._unseen = self._unseen[: max(0, len(self._unseen) - remove)]  # one token each
-        self._state = {name: rows[..., :held] for name, rows in self._state.items()}
-
-    def _tail_is_whole(self, count: int) -> bool:
-        if self._columns is None:
-            return True
-        if count <= self.counts.held - self._settled:
-            return True
-        if count >= self.counts.held:
-            return False
-        first = self.columns[..., -count:][..., 0]
-        return bool((first == self.counts.seen - count).all())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the batch."""
@@ -620,14 +517,11 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._map_batch(lambda rows: rows[indices])
 
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self._keys is None or self._values is None:
+        if self.rows.empty:
             return
-        self._keys, self._values = change(self._keys), change(self._values)
-        self._columns = None if self._columns is None else change(self._columns)
-        self._recent = None if self._recent is None else change(self._recent)
-        self._front = None if self._front is None else change(self._front)
+        self.rows.map_batch(change)
+        self._recent = [change(query) for query in self._recent]
         self._unseen = [change(query) for query in self._unseen]
-        self._state = {name: change(rows) for name, rows in self._state.items()}
         state = self.state
         if self.index == 0 and state.pads is not None:
             state.set_padding(change(state.pads))
@@ -636,7 +530,8 @@ class KVLayer(DynamicLayer, HostedLayer):
     def reset(self) -> None:
         """Back to an empty layer."""
         self._forget()
-        self._shared.clear()
+        self._shared.nominees.clear()
+        self._shared.spare.clear()
         self.is_initialized = False
         self.record_past = False
         if self.index == 0:
@@ -651,11 +546,22 @@ def evict_together(nominees: list[tuple[KVLayer, Judgement, int]]) -> None:
     alike: dict[Any, list[tuple[KVLayer, Judgement]]] = {}
     for layer, judgement, kept in nominees:
         scores = judgement.scores
-        key = (scores.shape, scores.device, layer.rows, kept)
+        replaces = kept == scores.shape[-1] - 1 and layer.may_replace
+        key = (scores.shape, scores.device, layer.rows.capacity, kept, replaces)
         alike.setdefault(key, []).append((layer, judgement))
-    for (shape, _, _, kept), members in alike.items():
+    for (shape, _, capacity, kept, replaces), members in alike.items():
+        layers = [layer for layer, _ in members]
         scores = final_scores([judgement for _, judgement in members])
-        index = top_positions(scores.flatten(0, 1), kept).view(-1, *shape[:2], kept)
-        numbers = members[0][0].numbers_for(index)
-        for (layer, _), own, rows in zip(members, index.unbind(), numbers.unbind(), strict=True):
-            layer.keep(own, rows)
+        if replaces:
+            ledger = Ledger.of([layer.rows for layer in layers])
+            counts = layers[0].counts
+            victims = lowest(scores, ledger.columns(counts.held, counts.seen))
+            numbers = row_numbers(victims, capacity)
+            for layer, own, where in zip(layers, victims.unbind(), numbers.unbind(), strict=True):
+                layer.rows.replace(own, where)
+            ledger.replace(victims)
+        else:
+            index = top_positions(scores.flatten(0, 1), kept).view(-1, *shape[:2], kept)
+            numbers = layers[0].numbers_for(index)
+            for layer, own, where in zip(layers, index.unbind(), numbers.unbind(), strict=True):
+                layer.keep(own, where)

@@ -36,8 +36,8 @@ _RESERVED = set(":=+/, ")
 class LayerView:
     """One layer's cache at the moment when a policy is asked, after the new rows were attended.
 
-    Rows are in position order. Rows that may not be judged (draft tokens of speculative decoding)
-    are not in the view.
+    Rows are in position order unless the policy can do without (`Policy.any_order`). Rows that may
+    not be judged (draft tokens of speculative decoding) are not in the view.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
@@ -61,6 +61,8 @@ class LayerView:
     phase: Phase
     padded: bool = True
     """False if it is known that no row is padding."""
+    find_newest: Callable[[int], Bool[Tensor, "batch kv_heads held"]] | None = None
+    """Does what `last` does if rows are in no order; None if they are in position order."""
     budget: int = 0
     """Rows of the view that will stay, not counting any that core keeps in any case; 0 in
     `observe`, where nothing is chosen."""
@@ -86,9 +88,11 @@ class LayerView:
         """Rows in the view."""
         return self.key.shape[2]
 
-    def last(self, count: int) -> Bool[Tensor, "1 1 held"]:
+    def last(self, count: int) -> Bool[Tensor, "#batch #kv_heads held"]:
         """True for the newest `count` rows."""
-        return newest(self.held, count, self.key.device)
+        if self.find_newest is None or count <= 1:
+            return newest(self.held, count, self.key.device)
+        return self.find_newest(count)
 
     def attention_received(
         self,
@@ -144,6 +148,9 @@ class Policy(BaseModel):
     """When the policy evicts: once when a prompt ends, after decode steps, or both."""
     needs: ClassVar[frozenset[Literal["observe"]]] = frozenset()
     """`observe`: the policy keeps state and must see every query."""
+    any_order: ClassVar[bool] = False
+    """Whether the policy reads rows in any order, the newest last. If so, a decode step that evicts
+    one row moves only the newest row, into its place."""
     per_layer: ClassVar[frozenset[str]] = frozenset({"capacity"})
     """Fields that accept one value for each hosted layer."""
     default_capacity: ClassVar[int] = 2048

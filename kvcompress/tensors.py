@@ -26,6 +26,14 @@ def newest(held: int, count: int, device: torch.device) -> Bool[Tensor, "1 1 hel
         return (rows >= held - count)[None, None]
 
 
+def newest_of(columns: Int[Tensor, "*lead held"], count: int) -> Bool[Tensor, "*lead held"]:
+    """True for the rows with the `count` highest columns; rows in any order."""
+    held = columns.shape[-1]
+    if count >= held:
+        return torch.ones_like(columns, dtype=torch.bool)
+    return columns > columns.kthvalue(held - count, dim=-1, keepdim=True).values
+
+
 def row_numbers(
     index: Int64[Tensor, "*lead batch kv_heads kept"], kv_len: int
 ) -> Int64[Tensor, "*lead batch*kv_heads*kept"]:
@@ -57,11 +65,6 @@ def top_positions(
     plateaus, and `torch.topk` breaks ties by where in memory they lie. `kept` is at least 1, and
     scores are not NaN.
     """
-    if kept == scores.shape[-1] - 1:
-        # One row goes, as in a step of decode: the last of the lowest, which a flip puts first.
-        columns = torch.arange(kept, device=scores.device)
-        victim = kept - scores.flip(-1).argmin(dim=-1, keepdim=True)
-        return columns + (columns >= victim)
     cut = scores.topk(kept, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     above, equal = scores > cut, scores == cut
     missing = kept - above.sum(dim=-1, keepdim=True)
@@ -72,6 +75,17 @@ def top_positions(
     columns = torch.arange(scores.shape[-1], device=scores.device).expand_as(rank)
     out = columns.new_empty(*scores.shape[:-1], kept + 1)
     return out.scatter_(-1, rank, columns)[..., :kept]
+
+
+def lowest(
+    scores: Float32[Tensor, "*lead kv_len"], columns: Int[Tensor, "*lead kv_len"]
+) -> Int64[Tensor, "*lead 1"]:
+    """The row with the lowest score; among equals the one of the latest column.
+
+    What `top_positions` leaves out when all but one row are kept, for rows in any order.
+    """
+    ties = scores == scores.amin(dim=-1, keepdim=True)
+    return torch.where(ties, columns, -1).argmax(dim=-1, keepdim=True)
 
 
 def reduce_groups(
@@ -87,7 +101,7 @@ def reduce_groups(
         return scores
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot be shared evenly by {kv_heads} KV heads.")
-    grouped: Tensor = scores.unflatten(-2, (kv_heads, heads // kv_heads))
+    grouped = scores.reshape(*scores.shape[:-2], kv_heads, heads // kv_heads, scores.shape[-1])
     if how == "max":
         return grouped.amax(dim=-2)
     return grouped.mean(dim=-2) if how == "mean" else grouped.sum(dim=-2)
@@ -141,13 +155,15 @@ def attention_received(
     if q_len > kv_len:
         raise ShapeError(f"{q_len} queries for {kv_len} rows: give the last queries only.")
     group = heads // kv_heads
-    # Logits of one KV head's group for one query with what `weigh` makes of them and the mask, and
-    # the float32 copy of the head's keys.
-    query_bytes = (4 * group * (1 if weigh is None else 3) + 1) * kv_len
+    # Logits of one KV head's group for one query with the softmax or what `weigh` makes of them and
+    # the mask, and the float32 copy of the head's keys.
+    query_bytes = (4 * group * (2 if weigh is None else 3) + 1) * kv_len
     key_bytes = 0 if key.dtype == torch.float32 else 4 * kv_len * key.shape[-1]
     key_bytes *= key_heads // kv_heads
     per_head = max(key_bytes + query_bytes * q_len, 1)
     if batch * kv_heads * per_head <= max_bytes:
+        if q_len == 1 and valid is None and softcap is None and sinks is None and weigh is None:
+            return reduce_groups(_newest_attention(query, key, scaling), kv_heads, group_reduce)
         block = _attention_block(
             query, key.float(), valid, kv_heads, scaling, softcap, sinks, weigh
         )
@@ -182,6 +198,19 @@ def attention_received(
     return out
 
 
+def _newest_attention(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Attention of one query that sees all rows, batch x query heads x kv_len.
+
+    What most policies ask for at every step of decode, in as few operations as it takes.
+    """
+    batch, heads, _, dim = query.shape
+    key_heads, kv_len = key.shape[1:3]
+    grouped = (query.float() * scaling).reshape(batch * key_heads, -1, dim)
+    keys = key.float().reshape(batch * key_heads, kv_len, dim)
+    logits = torch.bmm(grouped, keys.transpose(1, 2))
+    return logits.softmax(dim=-1).view(batch, heads, kv_len)
+
+
 def _attention_block(
     query: Tensor,
     key: Tensor,
@@ -202,9 +231,11 @@ def _attention_block(
     logits = logits.view(batch, kv_heads, heads // kv_heads, q_len, kv_len)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
-    if q_len == 1 and visible is None and sinks is None and weigh is None:
-        return logits.softmax(dim=-1).view(batch, heads, kv_len)  # every step of decode
     columns = torch.arange(kv_len, device=key.device)
+    if visible is None and sinks is None and weigh is None:
+        own = columns[-q_len:]
+        logits[..., kv_len - q_len :].masked_fill_(own > own[:, None], float("-inf"))
+        return logits.softmax(dim=-1).sum(dim=3).flatten(1, 2)
     shown = (columns <= columns[kv_len - q_len :, None])[None, None, None]
     if visible is not None:
         shown = shown & visible[:, :, None, None, :]

@@ -32,7 +32,7 @@ RANKS = [
     {"selection", "plugins"},
     {"attention"},
     {"state"},
-    {"rotation"},
+    {"rotation", "rows"},
     {"cache"},
     {"hosting"},
     {"session"},

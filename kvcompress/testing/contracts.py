@@ -12,6 +12,7 @@ or one test for each contract:
         CONTRACTS[name]()
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from kvcompress.hosting import state_of
 from kvcompress.plugins import policy_from, registry
 from kvcompress.policy import DecodePolicy, LayerView, Policy
 from kvcompress.session import cache_argument, press
+from kvcompress.tensors import newest_of
 from kvcompress.testing.models import tiny_model
 from kvcompress.testing.oracle import oracle, record
 from kvcompress.testing.selection import kept_positions, view_of
@@ -183,6 +185,32 @@ def _protection(policy: Policy) -> None:
         room = view.budget - 1 if part.keep_ratio is not None else None
         stated = part.protected_tokens(view.layer_idx, LAYERS) if room is None else room
         assert most <= stated, f"protected() names {most} rows, protected_tokens() allows {stated}."
+
+
+def _any_order(policy: Policy) -> None:
+    for part, view in _views(policy):
+        if not part.any_order:
+            continue
+        rows = view.held
+        turn = torch.randperm(rows - 1, generator=torch.Generator().manual_seed(1))
+        turn = torch.cat([turn, torch.tensor([rows - 1])])  # the newest is always the last
+        turned = dataclasses.replace(
+            view,
+            key=view.key[:, :, turn],
+            value=view.value[:, :, turn],
+            locate=functools.partial(torch.index_select, view.positions, -1, turn),
+            find_newest=functools.partial(newest_of, turn.expand_as(view.positions)),
+            state={name: state[..., turn] for name, state in view.state.items()},
+        )
+        plain, other = part.scores(view)[..., turn], part.scores(turned)
+        same = torch.isclose(plain, other, rtol=1e-4, atol=1e-6) | ~view.valid[..., turn]
+        assert same.all(), "any_order is declared, but scores() depends on the order of the rows."
+        stays, its = part.protected(view), part.protected(turned)
+        if stays is not None and its is not None:
+            stays = stays.expand_as(view.valid)[..., turn]
+            assert torch.equal(stays, its.expand_as(stays)), (
+                "any_order is declared, but protected() depends on the order of the rows."
+            )
 
 
 def _kept(policy: Policy, tensors: dict[str, Any], mask: Tensor | None = None) -> list[Tensor]:
@@ -426,6 +454,7 @@ _CONTRACTS: dict[str, Callable[[Policy], None]] = {
     "a policy is a frozen value": _value,
     "scores are pure float32": _scores,
     "no more is protected than stated": _protection,
+    "rows in any order are judged alike": _any_order,
     "padding changes nothing": _padding,
     "rows of a batch do not meet": _order,
     "a prompt within the budget changes no bit": _no_bit,

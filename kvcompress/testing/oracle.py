@@ -35,11 +35,12 @@ class Evictions:
     def look(self, cache: Cache) -> None:
         """Note which rows are gone from a cache."""
         for number, layer in enumerate(cache.layers):
-            if isinstance(layer, KVLayer) and layer.keys is not None:
+            if isinstance(layer, KVLayer) and not layer.rows.empty:
                 self._look(number, layer)
 
     def _look(self, number: int, layer: KVLayer) -> None:
-        columns, seen = layer.columns, layer.get_seq_length()
+        # Not `layer.columns`, which would bring the rows into order and so hide a mistake.
+        columns, seen = layer.rows.columns().long(), layer.get_seq_length()
         batch, kv_heads, _ = columns.shape
         died = torch.full((batch, kv_heads, seen), _NEVER)
         old = self._died.get(number)

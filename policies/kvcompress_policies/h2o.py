@@ -23,6 +23,7 @@ class H2OPolicy(DecodePolicy):
     """
 
     name: ClassVar[str] = "h2o"
+    any_order: ClassVar[bool] = True
     needs: ClassVar = frozenset({"observe"})
 
     recent_ratio: float = Field(
@@ -46,7 +47,7 @@ class H2OPolicy(DecodePolicy):
         """The recent rows; 0 under `keep_ratio`, where they are a share of what is kept."""
         return 0 if self.capacity is None else self.recent(self.at("capacity", layer_idx))
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"]:
+    def protected(self, view: LayerView) -> Bool[Tensor, "#batch #kv_heads held"]:
         """The recent rows."""
         return view.last(self.recent(view.budget))
 

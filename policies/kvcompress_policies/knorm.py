@@ -20,6 +20,7 @@ class KNormPolicy(DecodePolicy):
     """
 
     name: ClassVar[str] = "knorm"
+    any_order: ClassVar[bool] = True
 
     protect_recent: NonNegativeInt = Field(
         default=0,
@@ -31,7 +32,7 @@ class KNormPolicy(DecodePolicy):
         """The newest rows."""
         return self.protect_recent
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"] | None:
+    def protected(self, view: LayerView) -> Bool[Tensor, "#batch #kv_heads held"] | None:
         """The newest rows."""
         if not self.protect_recent:
             return None

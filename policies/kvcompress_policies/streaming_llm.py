@@ -26,6 +26,7 @@ class StreamingLLMPolicy(DecodePolicy):
     """
 
     name: ClassVar[str] = "streaming_llm"
+    any_order: ClassVar[bool] = True
 
     n_sink: NonNegativeInt = Field(
         default=4, description="First tokens that are always kept; below capacity."
@@ -49,6 +50,5 @@ class StreamingLLMPolicy(DecodePolicy):
         return view.positions < self.n_sink
 
     def scores(self, view: LayerView) -> Float32[Tensor, "batch kv_heads held"]:
-        """The later, the higher."""
-        rows = torch.arange(view.held, dtype=torch.float32, device=view.key.device)
-        return rows.expand_as(view.valid)
+        """The later, the higher: minus the age, which stays exact however long the stream is."""
+        return (view.positions - view.seen).to(torch.float32)

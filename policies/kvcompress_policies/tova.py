@@ -17,6 +17,7 @@ class TOVAPolicy(DecodePolicy):
     """
 
     name: ClassVar[str] = "tova"
+    any_order: ClassVar[bool] = True
 
     def query_tokens(self, layer_idx: int, num_layers: int) -> int:
         """The newest."""
@@ -26,7 +27,7 @@ class TOVAPolicy(DecodePolicy):
         """The newest."""
         return 1
 
-    def protected(self, view: LayerView) -> Bool[Tensor, "1 1 held"]:
+    def protected(self, view: LayerView) -> Bool[Tensor, "#batch #kv_heads held"]:
         """The newest row."""
         return view.last(1)
 

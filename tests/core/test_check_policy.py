@@ -57,6 +57,14 @@ def too_much(self, view):
     return view.last(5)
 
 
+def later_is_better(self, view):
+    return torch.arange(view.held, dtype=torch.float32).expand(view.positions.shape)
+
+
+def the_last_two(self, view):
+    return torch.arange(view.held)[None, None] >= view.held - 2
+
+
 @pytest.mark.parametrize(
     ("methods", "contract", "said"),
     [
@@ -72,8 +80,18 @@ def too_much(self, view):
             "no more is protected than stated",
             "names 5 rows, protected_tokens() allows 2",
         ),
+        (
+            {"any_order": True, "scores": later_is_better},
+            "rows in any order are judged alike",
+            "scores() depends on the order",
+        ),
+        (
+            {"any_order": True, "protected": the_last_two},
+            "rows in any order are judged alike",
+            "protected() depends on the order",
+        ),
     ],
-    ids=lambda value: "-".join(f.__name__ for f in value.values()) if type(value) is dict else "",
+    ids=lambda value: "-".join(value) if type(value) is dict else "",
 )
 def test_a_broken_contract_is_found(methods, contract, said):
     from kvcompress.testing import contracts

@@ -517,7 +517,7 @@ def test_evicted_bytes_are_released(prompt):
     rows = 2 * 2 * 16 * 4 * 2  # batch, KV heads, head_dim, bytes, key and value
     assert report.held_bytes == 4 * 300 * rows
     assert report.dense_bytes == 4 * 2000 * rows
-    kv = sum(layer._keys.nbytes + layer._values.nbytes for layer in cache.layers)
+    kv = sum(layer.rows.capacity for layer in cache.layers) * rows
     assert sum(live.values()) <= kv == 4 * (300 + 256) * rows
     columns = 4 * 2 * 2 * 300 * 4
     assert report.allocated_bytes == kv + columns

@@ -94,7 +94,7 @@ def test_state_follows_its_rows(make_model, prompt, counting):
         model(**prompt(60, 60), past_key_values=cache)
 
     def parts(layer):
-        return layer.keys, layer.values, layer.columns, layer._state["sum"]
+        return layer.keys, layer.values, layer.columns, layer.rows.state["sum"]
 
     layer = cache.layers[1]
     before = [part.clone() for part in parts(layer)]
@@ -108,7 +108,7 @@ def test_state_follows_its_rows(make_model, prompt, counting):
     cache.batch_select_indices(torch.tensor([1, 0]))
     assert all(torch.equal(part, old) for part, old in zip(parts(layer), before, strict=True))
     cache.reset()
-    assert layer.keys is None and not layer._state and cache.get_seq_length() == 0
+    assert layer.keys is None and not layer.rows.state and cache.get_seq_length() == 0
 
 
 def test_padding_follows_the_batch(make_model, prompt):

@@ -96,7 +96,9 @@ def kept(model, spec, inputs, tokens, watch=None):
         for seen in range(inputs.shape[1], inputs.shape[1] + STEPS + 1):
             if watch:
                 watch.step(output.attentions, seen)
-            found.append([layer.columns[0] for layer in cache.layers])
+            # Reading `layer.columns` would bring the rows into order first.
+            columns = [layer.columns if watch else layer.rows.columns() for layer in cache.layers]
+            found.append([each[0].long().sort(dim=-1).values for each in columns])
             token = tokens[:, seen - inputs.shape[1]][:, None]
             output = model(token, past_key_values=cache, **options)
     return found
