@@ -9,7 +9,7 @@ READY = $(VENV)/.ready
 FLOOR = $(VENV)-floor
 FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 
-.PHONY: demo test check floor bench slow clean
+.PHONY: demo test check floor bench slow support clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
@@ -31,6 +31,10 @@ check: $(READY)
 # The contract on the oldest supported transformers.
 floor: $(FLOOR)/.ready
 	$(FLOOR)/bin/python -m pytest -q tests/core tests/policies -m "not model and not slow"
+
+# Writes docs/support.json and docs/support.md from the outcomes of their tests.
+support: $(READY)
+	$(BIN)/python -m pytest -q tests/support --record-support
 
 bench: $(READY)
 	$(BIN)/kvcompress bench

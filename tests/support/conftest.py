@@ -1,0 +1,193 @@
+"""The support table: what every test of this folder says of its cell, and `docs/support.md`.
+
+A test computes one cell; its parameters `row` and `column` name it, the marker names the table:
+
+    @pytest.mark.support("families", legend={"greedy": "One prompt, greedy search."})
+    @pytest.mark.parametrize("column", ["greedy", "padded"])
+    @pytest.mark.parametrize("row", ["llama", "qwen3"])
+    def test_family(cell, row, column):
+        with cell:
+            output = cell.generate(model, inputs, max_new_tokens=8)
+            assert ...
+
+The block gives "yes" if it passes, and the quoted error if one of kvcompress's own is raised before
+`cell.generate` has produced a token; anything else fails the test. The outcome must be what
+`docs/support.json` has. `make support` records outcomes instead and writes `docs/support.md`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+RECORD, PAGE = DOCS / "support.json", DOCS / "support.md"
+TITLES = {"modes": "Ways to generate", "families": "Model families"}
+INTRO = """# What is supported
+
+Every cell is a test that is run on each change: ✓ means that what is generated equals the same
+model on an uncompressed cache with exactly the evicted entries masked out, or, where no such mask
+exists, the same tokens fed one by one under the same policy. A number means that kvcompress refuses,
+before any token is generated; the errors are quoted at the end. Written by `make support`.
+"""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--record-support",
+        action="store_true",
+        help="write docs/support.json and docs/support.md instead of comparing with them",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "support(table, legend=None): the test computes a cell of docs/support.md"
+    )
+    # Not known to pytest when this folder is reached only by collecting a larger one.
+    config.stash[TABLES] = Tables(config.getoption("record_support", default=False))
+
+
+# First, so that cells which -k leaves out count as known.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        marker = item.get_closest_marker("support")
+        if marker is not None:
+            parameters = item.callspec.params
+            config.stash[TABLES].expect(
+                *marker.args, parameters["row"], parameters["column"], **marker.kwargs
+            )
+
+
+def pytest_sessionfinish(session):
+    session.config.stash[TABLES].save()
+
+
+@pytest.fixture(scope="session")
+def tables(pytestconfig):
+    return pytestconfig.stash[TABLES]
+
+
+@pytest.fixture
+def page(tables):
+    """`docs/support.md` as it should be, and as it is."""
+    return render(tables.record), PAGE.read_text()
+
+
+@pytest.fixture
+def cell(request, tables):
+    """The cell that a test computes, as a context; see the top of this file."""
+    (table,) = request.node.get_closest_marker("support").args
+    parameters = request.node.callspec.params
+    return Cell(tables, table, parameters["row"], parameters["column"])
+
+
+class Cell:
+    def __init__(self, tables, table, row, column):
+        self._tables, self._name = tables, (table, row, column)
+        self._produced = 0
+
+    def generate(self, model, inputs, **options):
+        """`model.generate`: greedy unless told otherwise, with logits, its tokens counted."""
+        self._produced = 0
+
+        def count(input_ids, scores, **_):
+            self._produced += 1
+            return input_ids.new_zeros(input_ids.shape[0]).bool()
+
+        options = {"max_new_tokens": 8, "do_sample": False, **options}
+        return model.generate(
+            **inputs,
+            **options,
+            stopping_criteria=[count],
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        from kvcompress import KVCompressError
+
+        if error is None:
+            outcome = "yes"
+        elif isinstance(error, KVCompressError):
+            assert not self._produced, f"refused after {self._produced} tokens: {error}"
+            outcome = f"{kind.__name__}: {error}"
+        else:
+            return False
+        self._tables.settle(*self._name, outcome)
+        return True
+
+
+class Tables:
+    """The record, and which cells the collected tests know."""
+
+    def __init__(self, recording):
+        self.recording = recording
+        self.record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        self.known = {}
+
+    def expect(self, table, row, column, legend=None):
+        known = self.known.setdefault(table, {"legend": legend or {}, "rows": {}})
+        known["rows"].setdefault(row, []).append(column)
+
+    def settle(self, table, row, column, outcome):
+        if self.recording:
+            self._rows(table).setdefault(row, {})[column] = outcome
+        else:
+            assert outcome == self._rows(table).get(row, {}).get(column), "run `make support`"
+
+    def _rows(self, table):
+        return self.record.setdefault(table, {"rows": {}})["rows"]
+
+    def save(self):
+        if not self.recording:
+            return
+        for table, known in self.known.items():
+            rows = self._rows(table)
+            self.record[table] = {
+                "legend": known["legend"],
+                "rows": {
+                    row: {column: rows[row][column] for column in columns if column in rows[row]}
+                    for row, columns in known["rows"].items()
+                    if row in rows
+                },
+            }
+        self.record = {table: self.record[table] for table in TITLES if table in self.record}
+        RECORD.write_text(json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
+        PAGE.write_text(render(self.record))
+
+
+TABLES = pytest.StashKey[Tables]()
+
+
+def render(record):
+    """`docs/support.md`, from the record."""
+    notes, parts = [], [INTRO]
+
+    def shown(outcome):
+        if outcome == "yes":
+            return "✓"
+        if outcome not in notes:
+            notes.append(outcome)
+        return f"[{notes.index(outcome) + 1}](#what-is-refused)"
+
+    for table, content in record.items():
+        columns = list(dict.fromkeys(name for row in content["rows"].values() for name in row))
+        lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for row, cells in content["rows"].items():
+            marks = [shown(cells[name]) if name in cells else "" for name in columns]
+            lines.append(f"| {row} | " + " | ".join(marks) + " |")
+        parts.append(f"## {TITLES[table]}\n")
+        legend = [f"- {name}: {meaning}" for name, meaning in content["legend"].items()]
+        parts += ["\n".join(legend) + "\n"] if legend else []
+        parts.append("\n".join(lines) + "\n")
+    if notes:
+        parts.append("## What is refused\n")
+        quoted = [note.split(": ", 1) for note in notes]
+        lines = [f"{n}. `{name}`: {text}" for n, (name, text) in enumerate(quoted, 1)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
