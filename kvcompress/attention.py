@@ -1,6 +1,6 @@
 """The seam around transformers: where a hosted cache meets the attention function.
 
-Two methods of transformers are wrapped, on their classes, while any context is open or any hosted
+Three methods of transformers are wrapped, on their classes, while any context is open or any hosted
 cache is alive, and put back afterwards:
 
 - `AttentionInterface.get_interface`: every model that uses the attention interface resolves its
@@ -8,7 +8,9 @@ cache is alive, and put back afterwards:
   layer pass by. The wrapper acts only on the call that follows the update of a hosted cache layer
   in the same thread.
 - `GenerationMixin.generate`: a call of it says how long the prompt is, which nothing further
-  inside can know (chunked prefill, drafts appended to the prompt).
+  inside can know (chunked prefill).
+- `GenerationMixin._get_candidate_generator`: drafts that come in one forward with the prompt would
+  be verified before anything is evicted, and so accepted where greedy search goes elsewhere.
 """
 
 import functools
@@ -66,8 +68,10 @@ class Generation:
     serial: int
     prompt_end: int | None
     """Length of the whole prompt in tokens, padding and earlier turns included, if known."""
+    hosts: bool = False
+    """Whether it is known from the start that it will feed a hosted cache."""
     hosted: bool = False
-    """Whether it has fed a hosted cache."""
+    """Whether it has fed one."""
 
     def check_unfed(self, seen: int) -> None:
         """Refuse a prompt that brings nothing beyond the `seen` tokens of its cache.
@@ -92,7 +96,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 _lock = threading.RLock()  # re-entrant: finalizers may run at any allocation
 _leases: set[int] = set()
-_originals: dict[type, Any] = {}
+_originals: dict[tuple[type, str], Any] = {}
 _must_host: weakref.WeakSet[Any] = weakref.WeakSet()
 _serials = itertools.count(1)
 
@@ -150,14 +154,14 @@ def _install() -> None:
     if _originals:
         return
     for owner, name, wrap in _PATCHES:
-        _originals[owner] = getattr(owner, name)
-        setattr(owner, name, wrap(_originals[owner]))
+        original = _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, wrap(original))
 
 
 def _uninstall() -> None:
     # A method that somebody else wrapped meanwhile is left alone: ours inside is inert.
     for owner, name, _ in _PATCHES:
-        original = _originals.pop(owner, None)
+        original = _originals.pop((owner, name), None)
         if getattr(getattr(owner, name), "__wrapped__", None) is original:
             setattr(owner, name, original)
 
@@ -173,10 +177,11 @@ def _wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = Generation(next(_serials), _prompt_end(args, kwargs))
+        call = Generation(next(_serials), _prompt_end(args, kwargs), hosts=self in _must_host)
         for name in ("cache", "past_key_values"):
             cache: Any = kwargs.get(name)
             if any(isinstance(layer, HostedLayer) for layer in getattr(cache, "layers", ())):
+                call.hosts = True
                 call.check_unfed(cache.get_seq_length())
         outer, _thread.generation = _thread.generation, call
         try:
@@ -194,6 +199,25 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
+def _wrap_candidates(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generator = original(self, *args, **kwargs)
+        generation = current_generation()
+        if generation is not None and generation.hosts:
+            generator.get_candidates = functools.partial(_first_candidates, generator)
+        return generator
+
+    return get_candidate_generator
+
+
+def _first_candidates(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    del generator.get_candidates  # from now on its class's own
+    # Drafted all the same, since a later call relies on the assistant's cache of this one.
+    generator.get_candidates(input_ids, *args, **kwargs)
+    return input_ids, None
+
+
 def _prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     # The mask covers earlier turns also when only the new tokens are passed.
     names = ("attention_mask", "inputs_embeds", "input_ids", "inputs")
@@ -206,6 +230,7 @@ def _prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 _PATCHES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (AttentionInterface, "get_interface", _wrap_interface),
     (GenerationMixin, "generate", _wrap_generate),
+    (GenerationMixin, "_get_candidate_generator", _wrap_candidates),
 )
 
 
