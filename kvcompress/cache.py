@@ -219,6 +219,8 @@ class KVLayer(DynamicLayer, HostedLayer):
         actors = (self.state.decode, self.state.policy.observer("decode"))
         return (
             all(actor is None or actor.any_order for actor in actors)
+            and self.state.decode is not None
+            and self.state.decode.interval == 1  # the ledger writes one new row at a time
             and self._reads["decode"] <= 1  # the rows of several queries would have to be the last
             and self.state.pads is None  # padding must stay where the mask has it
             and self._rotation is None
