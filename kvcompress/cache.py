@@ -79,6 +79,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._unseen: list[Tensor] = []  # queries that the policy has still to observe
         self._new = 0
         self._facts: dict[str, Any] = {"scaling": 1.0}
+        self._heads = 0  # query heads, until the first attention call tells
 
     # `keys` and `values` are properties because inherited code reads and assigns them.
 
@@ -248,6 +249,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             state.check_positions(call.position_ids, self.counts.seen - new, new)
             state.read_padding(call, new)
         self._facts = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
+        self._heads = call.query.shape[1]
         if state.plan is not Plan.EVICT_BEFORE:
             return call.key, call.value
         index = self._choose_of_prompt(call.key, call.value, trailing=new)
@@ -438,7 +440,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             query = self._last_queries(self._reads[phase])
             if query is None:
                 batch, _, _, dim = key.shape
-                query = key.new_empty(batch, key.shape[1], 0, dim)
+                query = key.new_empty(batch, self._heads or key.shape[1], 0, dim)
             view = self._view(phase, query, key, value, budget)
             always = None
             if spared:
