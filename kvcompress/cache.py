@@ -346,7 +346,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if policy is None:
             return
         lengths = state.prompt_lengths()
-        self.counts.budget = batch_budget(policy, lengths, self.index, state.num_layers)
+        self.counts.budget = batch_budget(policy, lengths, self.index, state.num_layers, grows=True)
         if state.policy.spares_prompt:
             self._check_unpadded("scope=generated", rows)
             self.counts.spared = rows - trailing

@@ -12,8 +12,17 @@ from kvcompress.policy import LayerView, Policy
 from kvcompress.tensors import top_positions
 
 
-def batch_budget(policy: Policy, lengths: Sequence[int], layer_idx: int, num_layers: int) -> int:
+def batch_budget(
+    policy: Policy,
+    lengths: Sequence[int],
+    layer_idx: int,
+    num_layers: int,
+    *,
+    grows: bool = False,
+) -> int:
     """Rows that a layer keeps of a batch whose rows have `lengths` real tokens.
+
+    With `grows`, the budget is for tokens to come too, so that it counts beyond a row's length.
 
     Raises:
         UnsupportedModeError: The lengths differ, and a row alone would keep another number.
@@ -28,7 +37,10 @@ def batch_budget(policy: Policy, lengths: Sequence[int], layer_idx: int, num_lay
             f"{longest} tokens; it must be at least {fixed}, the rows that are always kept."
         )
     for length in set(lengths) - {longest}:
-        if min(policy.budget(length, layer_idx, num_layers), length) != min(budget, length):
+        alone, together = policy.budget(length, layer_idx, num_layers), budget
+        if not grows:
+            alone, together = min(alone, length), min(together, length)
+        if alone != together:
             raise UnsupportedModeError(
                 f"{policy} gives the rows of this batch different budgets in layer {layer_idx}: "
                 f"their prompts have {min(lengths)} to {longest} tokens. Use a fixed capacity in "

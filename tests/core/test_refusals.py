@@ -150,6 +150,17 @@ def test_ratio_with_unequal_rows_is_refused(make_model, prompt):
         make_model().generate(**prompt(40, 30), max_new_tokens=2)
 
 
+def test_ratio_at_decode_with_unequal_rows_is_refused(make_model, prompt):
+    """Both prompts are kept whole, but the shorter row alone would evict sooner."""
+    from kvcompress import UnsupportedModeError, press
+
+    with (
+        press(make_model(), "h2o:keep_ratio=1.0"),
+        pytest.raises(UnsupportedModeError, match="30 to 40 tokens"),
+    ):
+        make_model().generate(**prompt(40, 30), max_new_tokens=2)
+
+
 def test_ratio_of_equal_padded_rows(make_model, prompt):
     """Padding does not count: 40 real tokens of 45 keep 20."""
     from kvcompress import press
