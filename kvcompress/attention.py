@@ -1,6 +1,6 @@
 """The seam around transformers: where a hosted cache meets the attention function.
 
-Three methods of transformers are wrapped, on their classes, while any context is open or any hosted
+Four methods of transformers are wrapped, on their classes, while any context is open or any hosted
 cache is alive, and put back afterwards:
 
 - `AttentionInterface.get_interface`: every model that uses the attention interface resolves its
@@ -11,6 +11,7 @@ cache is alive, and put back afterwards:
   inside can know (chunked prefill).
 - `GenerationMixin._get_candidate_generator`: drafts that come in one forward with the prompt would
   be verified before anything is evicted, and so accepted where greedy search goes elsewhere.
+- `ContinuousMixin.init_continuous_batching`: refused for a model in a context.
 """
 
 import functools
@@ -26,6 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.modeling_utils import AttentionInterface
 
 from kvcompress.errors import PressStateError, UnsupportedModeError
@@ -72,6 +74,8 @@ class Generation:
     """Whether it is known from the start that it will feed a hosted cache."""
     hosted: bool = False
     """Whether it has fed one."""
+    drafts: bool = False
+    """Whether it guesses tokens and takes the wrong ones back."""
 
     def check_unfed(self, seen: int) -> None:
         """Refuse a prompt that brings nothing beyond the `seen` tokens of its cache.
@@ -204,8 +208,10 @@ def _wrap_candidates(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
         generator = original(self, *args, **kwargs)
         generation = current_generation()
-        if generation is not None and generation.hosts:
-            generator.get_candidates = functools.partial(_first_candidates, generator)
+        if generation is not None:
+            generation.drafts = True
+            if generation.hosts:
+                generator.get_candidates = functools.partial(_first_candidates, generator)
         return generator
 
     return get_candidate_generator
@@ -216,6 +222,20 @@ def _first_candidates(generator: Any, input_ids: Tensor, *args: Any, **kwargs: A
     # Drafted all the same, since a later call relies on the assistant's cache of this one.
     generator.get_candidates(input_ids, *args, **kwargs)
     return input_ids, None
+
+
+def _wrap_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self in _must_host:
+            raise UnsupportedModeError(
+                "Continuous batching (generate_batch) keeps its keys and values in pages of its "
+                "own, which cannot be compressed. Use generate() with a left-padded batch, or "
+                "leave the press context."
+            )
+        return original(self, *args, **kwargs)
+
+    return init_continuous_batching
 
 
 def _prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -231,6 +251,7 @@ _PATCHES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (AttentionInterface, "get_interface", _wrap_interface),
     (GenerationMixin, "generate", _wrap_generate),
     (GenerationMixin, "_get_candidate_generator", _wrap_candidates),
+    (ContinuousMixin, "init_continuous_batching", _wrap_batching),
 )
 
 

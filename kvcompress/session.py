@@ -159,6 +159,12 @@ def _entry_points(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    for name in ("cache", "past_key_values"):
+        given = kwargs.get(name)
+        if given is not None and not isinstance(given, Cache):
+            raise UnsupportedCacheError(
+                f"A {type(given).__name__} cannot be compressed. Pass a DynamicCache, or none."
+            )
     for value in (*kwargs.values(), *args):
         if isinstance(value, EncoderDecoderCache):
             raise UnsupportedCacheError(

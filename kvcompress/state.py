@@ -142,6 +142,8 @@ class CacheState:
             if generation.serial == self.generation:
                 return
             generation.check_unfed(first)  # again here: a plain cache may just have been adopted
+            if generation.drafts:
+                self._refuse_drafts()
             end = generation.prompt_end
             self.generation = generation.serial
             self.turn = Turn(first, first + new if end is None else end)
@@ -154,13 +156,17 @@ class CacheState:
     def _begin_decode(self, new: int) -> None:
         self.plan = Plan.DECODE
         self.since_eviction += new
+        if new > 1:
+            self._refuse_drafts()
+
+    def _refuse_drafts(self) -> None:
         busy = self.decode or self.policy.observer("decode")
-        if new > 1 and busy is not None:
+        if busy is not None:
             does = "evicts" if busy is self.decode else "keeps a record"
             raise UnsupportedModeError(
-                f"{busy.name} {does} while decoding, and this forward verifies {new} draft tokens "
-                "that may be taken back. Use greedy search or sampling without drafts, or a policy "
-                "that acts at prefill only."
+                f"{busy.name} {does} while decoding, and draft tokens of speculative decoding may "
+                "be taken back. Use greedy search or sampling without drafts, or a policy that "
+                "acts at prefill only."
             )
 
     def bypassed(self, layer_idx: int) -> UnsupportedModelError:

@@ -80,6 +80,22 @@ def test_static_caches_are_refused(make_model, prompt, implementation, no_trace)
     assert torch.equal(model.generate(**inputs, **options), plain)
 
 
+def test_caches_that_are_none_of_transformers_are_refused(make_model, prompt):
+    """Not replaced by an empty one, which would lose what was given."""
+    from kvcompress import UnsupportedCacheError, press
+
+    key = torch.zeros(1, 2, 5, 8)
+    with press(make_model(), POLICY), pytest.raises(UnsupportedCacheError, match="A tuple"):
+        make_model()(**prompt(40), past_key_values=((key, key),) * 3)
+
+
+def test_continuous_batching_is_refused(make_model, no_trace):
+    from kvcompress import UnsupportedModeError, press
+
+    with press(make_model(), POLICY), pytest.raises(UnsupportedModeError, match="left-padded"):
+        make_model().generate_batch([[5, 6, 7]], max_new_tokens=2)
+
+
 def test_use_cache_false_is_refused_in_generate(make_model, prompt):
     from kvcompress import UnsupportedModeError, press
 

@@ -125,10 +125,12 @@ def test_padding_follows_the_batch(make_model, prompt):
 
 
 def test_drafts_are_refused_for_policies_that_evict_while_decoding(make_model, prompt, counting):
+    """Before the first token, which may already be on its way to somebody."""
     from kvcompress import UnsupportedModeError, press
 
     model = make_model()
     repeated = {"input_ids": torch.arange(1, 9).repeat(8)[None]}
+    steps = []
     with (
         press(model, counting(capacity=20)),
         pytest.raises(UnsupportedModeError, match="draft tokens"),
@@ -139,7 +141,9 @@ def test_drafts_are_refused_for_policies_that_evict_while_decoding(make_model, p
             do_sample=False,
             prompt_lookup_num_tokens=4,
             eos_token_id=100,  # older transformers need one here
+            stopping_criteria=[lambda ids, scores: steps.append(ids)],
         )
+    assert not steps
 
 
 def test_drafts_are_refused_for_policies_that_keep_records(make_model):
