@@ -245,6 +245,8 @@ class KVLayer(DynamicLayer, HostedLayer):
         state.attended += 1
         own = call.key.data_ptr() == self.rows.keys.data_ptr()
         state.expands_latents = not own
+        if not own:
+            state.check_latents()
         if self.index == 0 and new > 1:
             state.check_positions(call.position_ids, self.counts.seen - new, new)
             state.read_padding(call, new)

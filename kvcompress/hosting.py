@@ -77,6 +77,12 @@ def hostable_model(model: nn.Module) -> PreTrainedModel:
             f"{name} has attention code of its own that does not go through transformers' "
             "attention interface, so its cache cannot be compressed. Run it without kvcompress."
         )
+    if _processes(inner, "pp") > 1:
+        raise UnsupportedModelError(
+            f"{name} is pipeline-parallel: its layers are in {_processes(inner, 'pp')} processes, "
+            "and a cache is compressed as a whole. Load it without pp_size; tp_plan or device_map "
+            "can spread it instead."
+        )
     hosted_layers(config)
     return inner
 
@@ -97,6 +103,28 @@ def hosted_layers(config: PreTrainedConfig) -> tuple[int, ...]:
             "nothing to compress. Run it without kvcompress."
         )
     return indices
+
+
+def _processes(model: PreTrainedModel, kind: str) -> int:
+    """How many processes a model is spread over, by `kind` of parallelism: tp or pp."""
+    settings = getattr(model.config, "distributed_config", None)  # also parts of the model have it
+    return getattr(model, f"{kind}_size", None) or getattr(settings, f"{kind}_size", None) or 1
+
+
+def check_heads(model: PreTrainedModel, policy: Policy) -> None:
+    """Refuse a policy that needs all heads of a layer on a model that has them in many processes.
+
+    Raises:
+        UnsupportedModelError: The processes would keep other rows than one process.
+    """
+    for part in (policy.part("prefill"), policy.part("decode")):
+        if part is not None and part.across_heads and _processes(model, "tp") > 1:
+            raise UnsupportedModelError(
+                f"{part.name} judges the rows of a head by other heads too, and this model is "
+                f"tensor-parallel: each of {_processes(model, 'tp')} processes has some of the "
+                "heads. Use a policy that judges heads one by one (across_heads is False), such as "
+                "snapkv, or load the model without tp_plan."
+            )
 
 
 def rotation_for(model: PreTrainedModel, policy: Policy) -> Rotation | None:
@@ -162,6 +190,7 @@ def host_cache(
                 "DynamicCache(config=model.config)."
             )
     policy.check_layers(len(indices))
+    check_heads(model, policy)
     state = CacheState(
         policy,
         indices,
@@ -169,6 +198,7 @@ def host_cache(
         model_name=type(model).__name__,
         prompt_length=prompt_length,
         forward_is_turn=forward_is_turn,
+        splits_heads=_processes(model, "tp") > 1,
     )
     rotation = rotation_for(model, policy)
     lease, shared = Lease(), Shared()

@@ -151,6 +151,9 @@ class Policy(BaseModel):
     any_order: ClassVar[bool] = False
     """Whether the policy reads rows in any order, the newest last. If so, a decode step that evicts
     one row moves only the newest row, into its place."""
+    across_heads: ClassVar[bool] = False
+    """Whether what is kept in a head depends on other heads of the layer, or on its number. If so,
+    tensor-parallel models, of which every process has some of the heads, are refused."""
     per_layer: ClassVar[frozenset[str]] = frozenset({"capacity"})
     """Fields that accept one value for each hosted layer."""
     default_capacity: ClassVar[int] = 2048

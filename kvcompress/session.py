@@ -12,7 +12,14 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvcompress import attention
 from kvcompress.errors import PressStateError, UnsupportedCacheError, UnsupportedModeError
-from kvcompress.hosting import host_cache, hostable_model, hosted_layers, rotation_for, state_of
+from kvcompress.hosting import (
+    check_heads,
+    host_cache,
+    hostable_model,
+    hosted_layers,
+    rotation_for,
+    state_of,
+)
 from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
 from kvcompress.report import Report
@@ -51,6 +58,7 @@ class Session:
         self.policy = policy
         self._model = hostable_model(model)
         policy.check_layers(len(hosted_layers(self._model.config)))
+        check_heads(self._model, policy)
         rotation_for(self._model, policy)  # refused now rather than in the first forward
         self._states: dict[CacheState, None] = {}  # in order of adoption
         self._cache: weakref.ref[Cache] | None = None

@@ -58,6 +58,7 @@ class CacheState:
         model_name: str,
         prompt_length: int | None = None,
         forward_is_turn: bool = False,
+        splits_heads: bool = False,
     ) -> None:
         self.policy = policy
         self.model_layers = model_layers
@@ -67,6 +68,8 @@ class CacheState:
         self.prefill = policy.part("prefill")
         self.expands_latents = False
         self.forward_is_turn = forward_is_turn
+        self.splits_heads = splits_heads
+        """Whether other processes have the layers' other heads."""
         self.counts = [LayerCounts(index) for index in hosted]
         self.reset(prompt_length)
 
@@ -176,6 +179,19 @@ class CacheState:
             "through transformers' attention interface, so it cannot be compressed. Models with "
             "attention code of their own are not supported; nothing was generated."
         )
+
+    def check_latents(self) -> None:
+        """Refuse a cache of latents whose heads are spread over processes.
+
+        Raises:
+            UnsupportedModelError: The processes would keep different rows of the same latents.
+        """
+        if self.splits_heads:
+            raise UnsupportedModelError(
+                f"{self.model_name} caches latents, which all heads share, and it is "
+                "tensor-parallel: each process would keep what its own heads attend to. Load it "
+                "without tp_plan."
+            )
 
     def check_positions(self, position_ids: Tensor | None, first: int, new: int) -> None:
         """Refuse a forward of several tokens whose positions were already fed.

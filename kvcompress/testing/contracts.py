@@ -213,6 +213,28 @@ def _any_order(policy: Policy) -> None:
             )
 
 
+def _heads_alone(policy: Policy) -> None:
+    for part, view in _views(policy):
+        if part.across_heads:
+            continue
+        group = HEADS // KV_HEADS
+        for head in range(KV_HEADS):
+            own = slice(head, head + 1)
+            alone = dataclasses.replace(
+                view,
+                query=view.query[:, head * group : (head + 1) * group],
+                key=view.key[:, own],
+                value=view.value[:, own],
+                kv_heads=1,
+                locate=functools.partial(torch.narrow, view.positions, 1, head, 1),
+                state={name: state[:, own] for name, state in view.state.items()},
+            )
+            same = torch.isclose(part.scores(view)[:, own], part.scores(alone), 1e-4, 1e-6)
+            assert (same | ~alone.valid).all(), (
+                f"head {head} gets other scores when it is alone: declare across_heads."
+            )
+
+
 def _kept(policy: Policy, tensors: dict[str, Any], mask: Tensor | None = None) -> list[Tensor]:
     return [
         kept_positions(policy, **tensors, attention_mask=mask, layer_idx=layer, num_layers=LAYERS)
@@ -455,6 +477,7 @@ _CONTRACTS: dict[str, Callable[[Policy], None]] = {
     "scores are pure float32": _scores,
     "no more is protected than stated": _protection,
     "rows in any order are judged alike": _any_order,
+    "heads are judged one by one": _heads_alone,
     "padding changes nothing": _padding,
     "rows of a batch do not meet": _order,
     "a prompt within the budget changes no bit": _no_bit,

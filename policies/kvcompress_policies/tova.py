@@ -18,6 +18,7 @@ class TOVAPolicy(DecodePolicy):
 
     name: ClassVar[str] = "tova"
     any_order: ClassVar[bool] = True
+    across_heads: ClassVar[bool] = True
 
     def query_tokens(self, layer_idx: int, num_layers: int) -> int:
         """The newest."""

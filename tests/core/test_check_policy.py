@@ -57,6 +57,10 @@ def too_much(self, view):
     return view.last(5)
 
 
+def one_for_all_heads(self, view):
+    return view.value.float().norm(dim=-1).mean(dim=1, keepdim=True).expand(view.positions.shape)
+
+
 def later_is_better(self, view):
     return torch.arange(view.held, dtype=torch.float32).expand(view.positions.shape)
 
@@ -89,6 +93,11 @@ def the_last_two(self, view):
             {"any_order": True, "protected": the_last_two},
             "rows in any order are judged alike",
             "protected() depends on the order",
+        ),
+        (
+            {"scores": one_for_all_heads},
+            "heads are judged one by one",
+            "head 0 gets other scores when it is alone: declare across_heads",
         ),
     ],
     ids=lambda value: "-".join(value) if type(value) is dict else "",

@@ -22,6 +22,7 @@ class RandomPolicy(Policy):
     """Keeps random rows, drawn anew for every KV head and layer."""
 
     name: ClassVar[str] = "random"
+    across_heads: ClassVar[bool] = True  # heads are told apart by their number
     seed: int = Field(default=0, ge=0, lt=2**32, description="Another seed, other rows.")
 
     def scores(self, view: LayerView) -> torch.Tensor:
