@@ -94,6 +94,7 @@ class Generation:
 
 class _Thread(threading.local):
     pending: weakref.ref[HostedLayer] | None = None
+    attended: weakref.ref[Tensor] | None = None
     generation: Generation | None = None
 
 
@@ -268,7 +269,11 @@ def _attend(
 ) -> Any:
     layer = withdraw()
     if layer is None:
+        if _thread.attended is not None and _thread.attended() is key:
+            # A layer without a cache of its own, which reads the keys of the last hosted one.
+            attention_mask = fit_mask(attention_mask, key.shape[-2])
         return function(module, query, key, value, attention_mask, *args, **kwargs)
+    _thread.attended = weakref.ref(key)
     scaling = kwargs.get("scaling")
     position_ids = kwargs.get("position_ids")
     call = AttentionCall(

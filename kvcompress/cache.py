@@ -32,10 +32,10 @@ OBSERVED_TOGETHER = 16
 class Shared:
     """What the layers of a cache share in evicting."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_kv: bool = False) -> None:
         self.nominees: list[tuple[KVLayer, Judgement, int]] = []
         """Layers that will evict when this forward ends, and how many of their rows stay."""
-        self.spare = Spare()
+        self.spare = Spare(shared=shares_kv)
 
 
 class KVLayer(DynamicLayer, HostedLayer):
@@ -46,7 +46,6 @@ class KVLayer(DynamicLayer, HostedLayer):
     """
 
     is_sliding = False
-    is_croppable = True
 
     def __init__(
         self,
@@ -55,6 +54,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         lease: Lease,
         shared: Shared,
         rotation: Rotation | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.state = state
         self._shared = shared
@@ -66,7 +66,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         }
         self.index = index
         self.counts = state.counts[index]
-        self.rows = Rows(self.counts, shared.spare)
+        self.rows = Rows(self.counts, shared.spare) if rows is None else rows
         """The storage, with rows in whatever order they are."""
         self._lease = lease
         self._forget()
@@ -78,6 +78,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self._recent: list[Tensor] = []  # the turn's last queries, oldest first
         self._unseen: list[Tensor] = []  # queries that the policy has still to observe
         self._new = 0
+        self._lent = 0  # where the keys are that the last update returned
         self._facts: dict[str, Any] = {"scaling": 1.0}
         self._heads = 0  # query heads, until the first attention call tells
 
@@ -154,13 +155,17 @@ class KVLayer(DynamicLayer, HostedLayer):
             self.lazy_initialization(key_states, value_states)
         if self.state.plan is not Plan.DECODE or new > 1:
             rows.restore_order()
+        if self.state.plan is Plan.EVICT_BEFORE and not self.state.expands_latents:
+            self.end_prefill()
         allocated = rows.append(key_states, value_states)
         self._new = new
         self.state.updated += 1
         if allocated:
             self._account()
         announce(self)
-        return rows.keys, rows.values
+        keys = rows.keys
+        self._lent = keys.data_ptr()
+        return keys, rows.values
 
     def undo_update(self) -> None:
         """Take the last update back."""
@@ -183,7 +188,12 @@ class KVLayer(DynamicLayer, HostedLayer):
             index: The rows that stay.
             numbers: `numbers_for(index)`, if it is at hand.
         """
+        away = self.rows.away
+        if away:
+            self.rows.move(self.rows.device)
         changed = self.rows.keep(index, self.numbers_for(index) if numbers is None else numbers)
+        if away:
+            self.rows.move("cpu")
         if self._rotation is not None:
             self._reindex(self._rotation)
         if changed:
@@ -225,6 +235,7 @@ class KVLayer(DynamicLayer, HostedLayer):
             and self._reads["decode"] <= 1  # the rows of several queries would have to be the last
             and self.state.pads is None  # padding must stay where the mask has it
             and self._rotation is None
+            and not self.rows.spare.shared
             and not self.rows.needs_grad
         )
 
@@ -232,10 +243,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         allocated = self.rows.nbytes + sum(query.nbytes for query in self._recent)
         shared = self._shared.spare.nbytes if self.index == 0 else 0
         self.counts.allocated_bytes = allocated + shared
-        keys, values = self.rows.keys, self.rows.values
-        batch, kv_heads = self.rows.batch_heads
-        width = keys.shape[3] * keys.itemsize + values.shape[3] * values.itemsize
-        self.counts.row_bytes = batch * kv_heads * width
+        self.counts.row_bytes = self.rows.row_bytes
 
     # What the seam calls.
 
@@ -243,7 +251,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Check the forward, and evict first if the prompt turns out to have ended before it."""
         state, new = self.state, self._new
         state.attended += 1
-        own = call.key.data_ptr() == self.rows.keys.data_ptr()
+        own = call.key.data_ptr() == self._lent
         state.expands_latents = not own
         if not own:
             state.check_latents()
@@ -252,15 +260,13 @@ class KVLayer(DynamicLayer, HostedLayer):
             state.read_padding(call, new)
         self._facts = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
         self._heads = call.query.shape[1]
-        if state.plan is not Plan.EVICT_BEFORE:
+        if state.plan is not Plan.EVICT_BEFORE or own:
             return call.key, call.value
+        # The model attends to keys that it made of cached latents: only here they can be judged.
         index = self._choose_of_prompt(call.key, call.value, trailing=new)
         if index is None:
             return call.key, call.value
         self.keep(index)
-        if own:
-            return self.rows.keys, self.rows.values
-        # MLA: the model attends to expanded latents.
         index = index.expand(-1, call.key.shape[1], -1)
         return gather_rows(call.key, index), gather_rows(call.value, index)
 
@@ -286,6 +292,8 @@ class KVLayer(DynamicLayer, HostedLayer):
             self._remember(call.query)
             if state.evicts_now:
                 self._nominate(state.decode, call)
+        if not state.turn.open and self.rows.pack():
+            self._account()
         if self.index == state.num_layers - 1:
             evict_together(self._shared.nominees)
             self._shared.nominees = []
@@ -463,6 +471,14 @@ class KVLayer(DynamicLayer, HostedLayer):
 
     # What transformers calls.
 
+    def offload(self) -> None:
+        """Keys and values to the CPU, until `prefetch`."""
+        self.rows.move("cpu")
+
+    def prefetch(self) -> None:
+        """Keys and values back to where they are used."""
+        self.rows.move(self.rows.device)
+
     def get_seq_length(self) -> int:
         """Tokens seen, evicted ones included: the next token's position counts from here."""
         return self.counts.seen
@@ -481,6 +497,11 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Speculative decoding will take tokens back with `crop`."""
         self.record_past = True
 
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether tokens can be taken back at any time."""
+        return self.state.decode is None and self.state.policy.observer("decode") is None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens.
 
@@ -489,8 +510,8 @@ class KVLayer(DynamicLayer, HostedLayer):
                 (the older convention).
 
         Raises:
-            UnsupportedModeError: The prompt is still open, or rows before them were evicted, so
-                that the earlier state cannot be restored.
+            UnsupportedModeError: The prompt is still open, or the tokens had a say in what was
+                evicted or will be, so that the earlier state cannot be restored.
         """
         count = int(tokens_to_remove)
         remove = max(self.counts.seen - count, 0) if count > 0 else -count
@@ -501,14 +522,29 @@ class KVLayer(DynamicLayer, HostedLayer):
             )
         if remove == 0 or not self.is_initialized:
             return
-        self.rows.restore_order()
+        if not self.is_croppable and not self._can_forget(remove):
+            raise UnsupportedModeError(
+                f"crop() by {remove} tokens: {self.state.policy} has already judged rows by them, "
+                "which cannot be undone. Keep a copy.deepcopy(cache) of what you may want to go "
+                "back to."
+            )
         if not self.rows.tail_is_whole(remove):
             raise UnsupportedModeError(
                 f"crop() by {remove} tokens reaches back past rows that were evicted; the cache as "
                 "it was then is gone. Crop less, or start again with a new cache."
             )
         self.rows.drop(remove)
-        self._unseen = self._unseen[: max(0, len(self._unseen) - remove)]  # one token each
+        self._recent = []
+        if self.index == self.state.num_layers - 1:
+            self.state.since_eviction = max(0, self.state.since_eviction - remove)
+
+    def _can_forget(self, tokens: int) -> bool:
+        """Whether the newest tokens have left no trace but their rows."""
+        state = self.state
+        if state.policy.observer("decode") is not None or self._reads["decode"] > 1:
+            return False
+        whole = all(count.held == count.seen for count in state.counts)
+        return whole or tokens <= state.since_eviction
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the batch."""

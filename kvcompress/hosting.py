@@ -2,13 +2,14 @@
 
 import functools
 import logging
+import sys
 from typing import Any
 
 import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
 from kvcompress.attention import Lease
 from kvcompress.cache import KVLayer, Shared
@@ -21,6 +22,7 @@ from kvcompress.errors import (
 )
 from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
+from kvcompress.quantized import QuantizedRows, quantizes
 from kvcompress.report import Report
 from kvcompress.rotation import Rotation
 from kvcompress.state import CacheState
@@ -54,12 +56,19 @@ def hostable_model(model: nn.Module) -> PreTrainedModel:
         UnsupportedModelError: It cannot be hosted; the message says why.
     """
     _note_version()
-    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    found = _outermost_models(model)
     name = type(model).__name__
-    if inner is None:
+    if not found:
         raise UnsupportedModelError(
             f"{name} contains no transformers PreTrainedModel. Pass a decoder model such as "
             "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    inner = found[0]
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"{name} contains {len(found)} transformers models "
+            f"({', '.join(type(part).__name__ for part in found)}), and one is compressed at a "
+            "time. Pass the one that is meant."
         )
     config = inner.config
     if config.is_encoder_decoder:
@@ -72,7 +81,7 @@ def hostable_model(model: nn.Module) -> PreTrainedModel:
             f"{name} cannot be compressed: {OWN_MASKS[config.model_type]}. Run it without "
             "kvcompress."
         )
-    if not getattr(inner.get_decoder(), "_supports_attention_backend", False):
+    if not _asks_the_interface(inner.get_decoder()):
         raise UnsupportedModelError(
             f"{name} has attention code of its own that does not go through transformers' "
             "attention interface, so its cache cannot be compressed. Run it without kvcompress."
@@ -85,6 +94,20 @@ def hostable_model(model: nn.Module) -> PreTrainedModel:
         )
     hosted_layers(config)
     return inner
+
+
+def _outermost_models(module: nn.Module) -> list[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    inside = [model for part in module.children() for model in _outermost_models(part)]
+    return list(dict.fromkeys(inside))
+
+
+def _asks_the_interface(decoder: nn.Module) -> bool:
+    """Whether the decoder's attention may pass the seam; the first forward tells for certain."""
+    file = vars(sys.modules[type(decoder).__module__])
+    declared = getattr(decoder, "_supports_attention_backend", False)
+    return bool(declared) or "ALL_ATTENTION_FUNCTIONS" in file
 
 
 def hosted_layers(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -168,26 +191,35 @@ def host_cache(
             )
         return known
     kind = type(cache).__name__
-    if type(cache) not in (DynamicCache, CompressedCache):
+    if type(cache) not in (DynamicCache, QuantizedCache, CompressedCache):
         raise UnsupportedCacheError(
-            f"A {kind} cannot be compressed, only a DynamicCache can. Leave cache_implementation "
-            "and past_key_values out, or pass a DynamicCache."
+            f"A {kind} cannot be compressed, only a DynamicCache or a QuantizedCache can. Leave "
+            "cache_implementation and past_key_values out, or pass one of these."
         )
-    if getattr(cache, "offloading", False):
+    evicts_later = policy.part("decode") is not None
+    if evicts_later and (getattr(cache, "offloading", False) or type(cache) is QuantizedCache):
         raise UnsupportedCacheError(
-            "An offloaded cache cannot be compressed. Leave offloading out: the compressed cache "
-            "is what fits on the device."
+            f"{policy} goes on evicting while tokens are generated, which would "
+            f"{'quantize' if type(cache) is QuantizedCache else 'move'} the whole cache at every "
+            "eviction. Use a policy that acts when a prompt ends, such as snapkv, or a plain "
+            "DynamicCache."
         )
     indices = hosted_layers(model.config)
     fresh = DynamicCache(config=model.config).layers
     layers = [*cache.layers, *fresh[len(cache.layers) :]]
-    plain = {i: layer for i, layer in enumerate(layers) if type(layer) is DynamicLayer}
+    plain = {
+        i: layer
+        for i, layer in enumerate(layers)
+        if isinstance(layer, DynamicLayer)
+        and (type(layer) is DynamicLayer or (quantizes(layer) and not layer.is_initialized))
+    }
     for index in indices:
         if index not in plain:
             raise UnsupportedCacheError(
-                f"Layer {index} of the cache is a {type(layers[index]).__name__}, but this layer "
-                "of the model has full attention and needs a DynamicLayer. Pass "
-                "DynamicCache(config=model.config)."
+                f"Layer {index} of the cache is a {type(layers[index]).__name__}"
+                f"{' that was filled before' if quantizes(layers[index]) else ''}, but this layer "
+                "of the model has full attention and needs a DynamicLayer, or an empty quantized "
+                "one. Pass DynamicCache(config=model.config)."
             )
     policy.check_layers(len(indices))
     check_heads(model, policy)
@@ -201,11 +233,22 @@ def host_cache(
         splits_heads=_processes(model, "tp") > 1,
     )
     rotation = rotation_for(model, policy)
-    lease, shared = Lease(), Shared()
+    text = model.config.get_text_config(decoder=True)
+    lease, shared = Lease(), Shared(shares_kv=bool(getattr(text, "num_kv_shared_layers", 0)))
     for number, index in enumerate(indices):
-        layer = KVLayer(state, number, lease, shared, rotation)
-        layer.adopt(plain[index])
+        given, rows = plain[index], None
+        if quantizes(given):
+            rows = QuantizedRows(state.counts[number], shared.spare, given)
+        layer = KVLayer(state, number, lease, shared, rotation, rows)
+        layer.adopt(given)
         layers[index] = layer
+    observer = policy.observer("prefill")
+    if observer is not None and state.counts[0].seen:
+        raise UnsupportedCacheError(
+            f"{observer.name} keeps a record of all queries, and this cache has seen "
+            f"{state.counts[0].seen} tokens that it was not shown. Pass a new cache, or fill it "
+            "under the policy."
+        )
     if len({count.seen for count in state.counts}) > 1:
         raise UnsupportedCacheError(
             "The layers of this cache hold different numbers of tokens. Pass a cache that one "

@@ -183,7 +183,8 @@ def make_report(
                 seen_tokens=count.seen,
                 held_tokens=count.held,
                 dense_bytes=count.seen * count.row_bytes,
-                held_bytes=count.held * count.row_bytes,
+                # Quantized rows take what is allocated for them.
+                held_bytes=min(count.held * count.row_bytes, count.allocated_bytes),
                 allocated_bytes=count.allocated_bytes,
                 policy_seconds=count.policy_seconds,
             )

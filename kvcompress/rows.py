@@ -32,7 +32,10 @@ class Spare:
     So an eviction at decode allocates nothing, at the cost of one layer's memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self.shared = shared
+        """Whether layers of the model read other layers' rows, later in the forward: then what an
+        eviction leaves may not be written."""
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -43,7 +46,7 @@ class Spare:
     def swap(self, kind: str, used: Tensor, shape: torch.Size) -> Tensor:
         """A buffer of `shape` like `used`, which may be taken over if it has that shape too."""
         spare = self._buffers.pop(kind, None)
-        if used.shape == shape:
+        if used.shape == shape and not self.shared:
             self._buffers[kind] = used
         wanted = (shape, used.dtype, used.device, torch.is_inference_mode_enabled())
         if spare is not None:
@@ -66,13 +69,15 @@ class Rows:
 
     def __init__(self, counts: LayerCounts, spare: Spare) -> None:
         self.counts = counts
-        self._spare = spare
+        self.spare = spare
         self.clear()
 
     def clear(self) -> None:
         """Forget all of them."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self.device = torch.device("cpu")
+        """Where rows are used; buffers may be elsewhere meanwhile."""
         self.state: dict[str, Tensor] = {}
         """The policy's tensors, batch x kv_heads x rows; zeros for rows to come, if any."""
         self.front: Tensor | None = None
@@ -119,11 +124,37 @@ class Rows:
 
     def adopt(self, keys: Tensor, values: Tensor) -> None:
         """Take over tensors as they are."""
-        self._keys, self._values = keys, values
+        self._keys, self._values, self.device = keys, values, keys.device
+
+    def move(self, device: torch.device | str) -> None:
+        """Keys and values to another device: offloading."""
+        if self._keys is not None and self._values is not None:
+            self._keys = self._keys.to(device, non_blocking=True)
+            self._values = self._values.to(device, non_blocking=True)
+
+    @property
+    def away(self) -> bool:
+        """Whether they are on another device than where they are used."""
+        return self._keys is not None and self._keys.device != self.device
+
+    def pack(self) -> bool:
+        """Store rows smaller if there is a way to, after a forward. True if something changed."""
+        return False
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token in full precision, in all heads of the batch."""
+        assert self._keys is not None and self._values is not None
+        width = self._keys.shape[3] * self._keys.itemsize
+        width += self._values.shape[3] * self._values.itemsize
+        batch, kv_heads = self.batch_heads
+        return batch * kv_heads * width
 
     def append(self, keys: Tensor, values: Tensor) -> bool:
         """Add rows of new tokens, the caller's to keep. True if a buffer was allocated."""
         before = self._keys, self._values
+        if self._keys is None:
+            self.device = keys.device
         self._keys = self._appended(self._keys, keys)
         self._values = self._appended(self._values, values)
         self.counts.held += keys.shape[2]
@@ -153,7 +184,7 @@ class Rows:
             ledger, place = self.seat
             return ledger.columns(held, seen)[place]
         if self._columns is None:
-            every = torch.arange(seen, dtype=torch.int32, device=self.keys.device)
+            every = torch.arange(seen, dtype=torch.int32, device=self.device)
             return every.expand(*self.batch_heads, seen)
         if written < held:
             buffer = self._columns
@@ -209,7 +240,7 @@ class Rows:
         flat = buffer.flatten(0, 2)
         if torch.is_grad_enabled() and buffer.requires_grad:
             return flat.index_select(0, numbers).view(shape)
-        out = self._spare.swap(kind, buffer, shape)
+        out = self.spare.swap(kind, buffer, shape)
         torch.index_select(flat, 0, numbers, out=out.view(-1, dim))
         return out
 

@@ -33,6 +33,7 @@ RANKS = [
     {"attention"},
     {"state"},
     {"rotation", "rows"},
+    {"quantized"},
     {"cache"},
     {"hosting"},
     {"session"},

@@ -8,6 +8,7 @@
 Both must give the same tokens and, within float noise, the same logits.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,10 @@ class Evictions:
         died[gone & (died == _NEVER)] = seen
         self._died[number] = died
 
+    def hosts(self, layer_idx: int) -> bool:
+        """Whether a layer of the model has a compressed cache."""
+        return layer_idx in self._died
+
     def evicted(self, layer_idx: int) -> int:
         """How many rows of a layer are gone, over batch and heads."""
         return int((self._died[layer_idx] < _NEVER).sum())
@@ -92,6 +97,7 @@ def record(session: Any) -> Iterator[Evictions]:
 def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
     """Run `model` uncompressed, in eager attention, with the recorded evictions masked out."""
     original = AttentionInterface.get_interface
+    stored: dict[int, weakref.ref[Tensor]] = {}  # the keys that each hosted layer attended to
 
     def get_interface(self: Any, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
         function = original(self, name, default)
@@ -100,7 +106,14 @@ def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
             module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
         ) -> Any:
             batch, heads, q_len, _ = query.shape
-            visible = evictions.visible(module.layer_idx, batch, q_len, key.shape[2])
+            layer_idx = module.layer_idx
+            if evictions.hosts(layer_idx):
+                stored[layer_idx] = weakref.ref(key)
+            else:
+                # A layer that shares another one's keys is given the same tensor.
+                same = (number for number, keys in stored.items() if keys() is key)
+                layer_idx = next(same, layer_idx)
+            visible = evictions.visible(layer_idx, batch, q_len, key.shape[2])
             if visible is not None:
                 visible = visible.repeat_interleave(heads // visible.shape[1], dim=1)
                 hidden = torch.finfo(query.dtype).min
