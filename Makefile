@@ -9,7 +9,7 @@ READY = $(VENV)/.ready
 FLOOR = $(VENV)-floor
 FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 
-.PHONY: demo test check floor bench slow support clean
+.PHONY: demo test check floor bench slow support fuzz clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
@@ -35,6 +35,10 @@ floor: $(FLOOR)/.ready
 # Writes docs/support.json and docs/support.md from the outcomes of their tests.
 support: $(READY)
 	$(BIN)/python -m pytest -q tests/support --record-support
+
+# Random situations against the oracle: `make fuzz N=2000`, and SEED= to start elsewhere.
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz $(or $(N),200) --seed $(or $(SEED),0)
 
 bench: $(READY)
 	$(BIN)/kvcompress bench

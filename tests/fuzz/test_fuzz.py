@@ -1,0 +1,87 @@
+"""200 random situations; `situations.py` says what must be true of each."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COUNT, CHUNK = 200, 10
+
+
+@pytest.fixture(scope="module")
+def situations():
+    path = Path(__file__).with_name("situations.py")
+    spec = importlib.util.spec_from_file_location("situations", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, CHUNK))
+def test_situations(situations, first):
+    verdicts = [situations.examine(seed) for seed in range(first, first + CHUNK)]
+    failures = [verdict for verdict in verdicts if verdict.outcome == "failure"]
+    ties = [verdict for verdict in verdicts if verdict.outcome == "near tie"]
+    if len(ties) > 1:  # they are too rare for that
+        failures += ties
+    if failures:
+        pytest.fail("\n\n".join(map(str, failures)), pytrace=False)
+
+
+def test_a_seed_is_one_situation(situations):
+    drawn = [situations.draw(seed) for seed in range(COUNT)]
+    assert drawn == [situations.draw(seed) for seed in range(COUNT)]
+    assert {situation.mode for situation in drawn} == set(situations.MODES)
+
+
+def leave_state_behind(monkeypatch):
+    """Beams change places, what the policy noted about their rows does not."""
+    from kvcompress.rows import Rows
+
+    moved = Rows.map_batch
+
+    def map_batch(self, change):
+        state = self.state
+        moved(self, change)
+        same = {name: rows.shape == state[name].shape for name, rows in self.state.items()}
+        self.state = {name: state[name] if same[name] else self.state[name] for name in same}
+
+    monkeypatch.setattr(Rows, "map_batch", map_batch)
+
+
+def judge_padding(monkeypatch):
+    from kvcompress import cache
+
+    judge = cache.judge
+    monkeypatch.setattr(cache, "judge", lambda *view: replace(judge(*view), padding=None))
+
+
+def leave_keys_where_they_were(monkeypatch):
+    from kvcompress.rotation import Rotation
+
+    monkeypatch.setattr(Rotation, "move", lambda self, key, *places: key)
+
+
+def forget_the_interval(monkeypatch):
+    from kvcompress.state import CacheState
+
+    monkeypatch.setattr(CacheState, "evicts_now", property(lambda self: self.decode is not None))
+
+
+@pytest.mark.parametrize(
+    ("fault", "meant"),
+    [
+        (leave_state_behind, lambda it: "beam" in it.mode and "h2o" in it.policy),
+        (judge_padding, lambda it: it.padded),
+        (leave_keys_where_they_were, lambda it: "positions=cache" in it.policy),
+        (forget_the_interval, lambda it: "interval" in it.policy),
+    ],
+)
+def test_faults_are_found(situations, monkeypatch, fault, meant):
+    """Within the situations that are run; only those that may show the fault, to be quick."""
+    fault(monkeypatch)
+    seeds = (seed for seed in range(COUNT) if meant(situations.draw(seed)))
+    assert any(situations.examine(seed).outcome == "failure" for seed in seeds)
