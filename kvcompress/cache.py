@@ -256,8 +256,8 @@ class KVLayer(DynamicLayer, HostedLayer):
         if not own:
             state.check_latents()
         if self.index == 0 and new > 1:
-            state.check_positions(call.position_ids, self.counts.seen - new, new)
             state.read_padding(call, new)
+            state.check_positions(call.position_ids, self.counts.seen - new, new)
         self._facts = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
         self._heads = call.query.shape[1]
         if state.plan is not Plan.EVICT_BEFORE or own:
@@ -524,9 +524,8 @@ class KVLayer(DynamicLayer, HostedLayer):
             return
         if not self.is_croppable and not self._can_forget(remove):
             raise UnsupportedModeError(
-                f"crop() by {remove} tokens: {self.state.policy} has already judged rows by them, "
-                "which cannot be undone. Keep a copy.deepcopy(cache) of what you may want to go "
-                "back to."
+                f"crop() by {remove} tokens: the policy has already judged rows by them, which "
+                "cannot be undone. Keep a copy.deepcopy(cache) of what you may want to go back to."
             )
         if not self.rows.tail_is_whole(remove):
             raise UnsupportedModeError(

@@ -140,10 +140,11 @@ class CacheState:
 
     def _find_turn(self, first: int, new: int) -> None:
         generation = current_generation()
-        if generation is not None:
+        if generation is not None and generation.serial == self.generation:
+            return
+        # Later ones in the same call hold something else (the negative prompt of guidance).
+        if generation is not None and not generation.hosted:
             generation.hosted = True
-            if generation.serial == self.generation:
-                return
             generation.check_unfed(first)  # again here: a plain cache may just have been adopted
             if generation.drafts:
                 self._refuse_drafts()

@@ -377,6 +377,55 @@ def test_crop(make_model, prompt):
             cache.crop(-30)
 
 
+@pytest.mark.parametrize(
+    ("policy", "whole", "back"),
+    [
+        ("tova:capacity=24", False, 0),
+        ("tova:capacity=99", True, 3),
+        ("knorm:capacity=24:interval=3", False, 2),
+        ("h2o:capacity=24", False, 0),
+        ("h2o:capacity=99", True, 0),
+        ("snapkv_decoding:capacity=24:window_size=3:interval=3", False, 0),
+    ],
+)
+def test_crop_leaves_no_trace_or_is_refused(make_model, prompt, policy, whole, back):
+    """Tokens can be taken back until rows were judged by them."""
+    from kvcompress import UnsupportedModeError, press
+
+    model, inputs = make_model(), prompt(70)
+    with press(model, policy), torch.no_grad():
+        cache = model(**inputs).past_key_values
+        expected = copy.deepcopy(cache)
+        fed = max(back, 1)
+        for token in range(1, fed + 1):
+            model(torch.tensor([[token]]), past_key_values=cache)
+        assert (cache.layers[0].keys.shape[2] == 70 + fed) == whole
+        if not back:
+            with pytest.raises(UnsupportedModeError, match="deepcopy"):
+                cache.crop(-1)
+            return
+        cache.crop(-back)
+        for token in (7, 8, 9, 10):
+            ours = model(torch.tensor([[token]]), past_key_values=cache).logits
+            theirs = model(torch.tensor([[token]]), past_key_values=expected).logits
+            assert torch.equal(ours, theirs)
+            for a, b in zip(cache.layers, expected.layers, strict=True):
+                assert torch.equal(a.positions, b.positions)
+
+
+def test_prompts_of_guidance_are_each_cut_when_they_end(make_model, prompt):
+    from kvcompress import press
+
+    model = make_model()
+    for length in (40, 90):
+        with press(model, POLICY) as session:
+            negative = prompt(length, seed=3)["input_ids"]
+            full(model, prompt(70), guidance_scale=1.5, negative_prompt_ids=negative)
+        for report, seen in zip(session.reports, (70, length), strict=True):
+            assert report.history[0] == (seen, 3 * 24)
+            assert {layer.held_tokens for layer in report.layers} == {24 + 7}
+
+
 def test_reset_and_reuse(make_model, prompt):
     from kvcompress import CompressedCache
 

@@ -237,6 +237,26 @@ def test_prefilled_cache_is_adopted_and_other_caches_are_not(make_model, prompt)
     assert torch.equal(adopted, whole)
     assert session.reports[0].layers[0].held_tokens == 24 + 3
 
+    batch = prompt(70, 55)
+    with torch.no_grad():
+        cache = model(
+            batch["input_ids"][:, :40],
+            attention_mask=batch["attention_mask"][:, :40],
+            position_ids=(batch["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, :40],
+            past_key_values=DynamicCache(),
+        ).past_key_values
+    with press(model, POLICY):
+        adopted = model.generate(**batch, max_new_tokens=4, past_key_values=cache)
+        assert torch.equal(adopted, model.generate(**batch, max_new_tokens=4))
+
+    with torch.no_grad():
+        cache = model(inputs["input_ids"][:, :40], past_key_values=DynamicCache()).past_key_values
+    with (
+        press(model, "h2o:capacity=24"),
+        pytest.raises(UnsupportedCacheError, match="40 tokens that it was not shown"),
+    ):
+        model.generate(**inputs, max_new_tokens=2, past_key_values=cache)
+
     class Mine(DynamicCache):
         pass
 

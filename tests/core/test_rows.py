@@ -125,13 +125,6 @@ def test_rows_moved_and_then_everything_else(pair, prompt, spec):
     assert_equal(copied, fresh)
 
 
-def test_taking_a_token_back_finds_rows_in_order(pair, prompt):
-    _, cache, plain = pair("h2o:capacity=20:recent_ratio=0.5")
-    for each in (cache, plain):
-        each.crop(-3)
-    assert_equal(cache, plain)
-
-
 def test_padded_batches_stay_in_order(pair):
     _, cache, plain = pair("tova:capacity=20", 40, 12)
     assert not any(in_disorder(cache))
