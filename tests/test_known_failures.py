@@ -20,6 +20,8 @@ Ways of generating
     the same under policies for decoding        drafts_are_refused_by_policies_for_decoding
     chunks of a prompt that are not compressed  a_prompt_in_chunks_is_one_prompt
     static caches                               a_static_cache_is_refused
+    quantized caches                            a_quantized_cache_holds_the_same_rows
+    offloaded caches                            an_offloaded_cache_gives_the_same_tokens
     other cache implementations                 other_names_of_a_growing_cache_are_the_same
     use_cache=False                             generating_without_a_cache_is_refused
 Second turns
@@ -339,6 +341,7 @@ def test_kept_rows_are_in_order_of_position(make, prompt, policy):
 
 
 def test_drafts_give_the_tokens_of_greedy_search(make, prompt):
+    from kvcompress import CompressedCache
     from kvcompress.testing import tiny_model
 
     model, inputs, end = make(), prompt(70), {"eos_token_id": 100}
@@ -352,6 +355,9 @@ def test_drafts_give_the_tokens_of_greedy_search(make, prompt):
         drafted, report = pressed(model, SNAPKV, inputs, 12, **end, **options)
         assert torch.equal(drafted.sequences, greedy.sequences)
         assert report.layers[0].held_tokens == report.layers[0].seen_tokens - 70 + 24
+    cache = CompressedCache(model, SNAPKV)
+    drafted = generate(model, inputs, 12, **end, assistant_model=model, past_key_values=cache)
+    assert torch.equal(drafted.sequences, greedy.sequences)
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
@@ -390,6 +396,46 @@ def test_a_static_cache_is_refused(make, prompt, implementation):
 
     with pytest.raises(UnsupportedCacheError, match=r"StaticCache .* Leave cache_implementation"):
         pressed(make(), SNAPKV, prompt(40), cache_implementation=implementation)
+
+
+def quantized_cache():
+    """Options of `generate`, with whatever backend there is."""
+    from transformers import cache_utils
+
+    if hasattr(cache_utils, "Fp8QuantizedLayer"):
+        config = {"backend": "fp8"}
+    else:
+        pytest.importorskip("optimum.quanto")
+        config = {"backend": "quanto", "nbits": 4, "q_group_size": 16, "residual_length": 16}
+    return {"cache_implementation": "quantized", "cache_config": config}
+
+
+def test_a_quantized_cache_holds_the_same_rows(make, prompt):
+    from kvcompress import UnsupportedCacheError
+
+    model, inputs, options = make(), prompt(70, 41), quantized_cache()
+    plain, dense = pressed(model, SNAPKV, inputs, tokens=1)
+    for _ in range(2):
+        ours, report = pressed(model, SNAPKV, inputs, tokens=1, **options)
+        assert_identical(ours, plain)  # rounded after the prompt was attended to
+        assert_same_rows(ours.past_key_values, plain.past_key_values)
+        assert report.held_tokens == dense.held_tokens
+        assert report.held_bytes < dense.held_bytes
+    _, report = pressed(model, SNAPKV, inputs, **options)
+    assert report.history == tuple((70 + n, 3 * (24 + n)) for n in range(6))
+    with pytest.raises(UnsupportedCacheError, match="goes on evicting"):
+        pressed(model, "h2o:capacity=24", inputs, **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloading needs CUDA")
+def test_an_offloaded_cache_gives_the_same_tokens(prompt):
+    from kvcompress.testing import tiny_model
+
+    model = tiny_model().cuda()
+    inputs = {name: tensor.cuda() for name, tensor in prompt(70, 41).items()}
+    ours, report = pressed(model, SNAPKV, inputs, cache_implementation="offloaded")
+    assert_close(ours, pressed(model, SNAPKV, inputs)[0])
+    assert {layer.held_tokens for layer in report.layers} == {24 + 5}
 
 
 @pytest.mark.parametrize("implementation", ["dynamic", "hybrid"])
