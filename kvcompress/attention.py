@@ -20,7 +20,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -291,8 +291,9 @@ def _attend(
     except BaseException:
         layer.undo_update()
         raise
-    mask = fit_mask(call.mask, key.shape[-2])
-    result = function(module, query, key, value, mask, *args, **kwargs)
+    if key is not call.key:
+        call = replace(call, key=key, value=value, mask=fit_mask(call.mask, key.shape[-2]))
+    result = function(module, query, key, value, call.mask, *args, **kwargs)
     layer.after_attention(call)
     return result
 

@@ -263,6 +263,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if state.plan is not Plan.EVICT_BEFORE or own:
             return call.key, call.value
         # The model attends to keys that it made of cached latents: only here they can be judged.
+        self.rows.extend_state()
         index = self._choose_of_prompt(call.key, call.value, trailing=new)
         if index is None:
             return call.key, call.value

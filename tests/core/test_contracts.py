@@ -353,6 +353,22 @@ def test_hook_free_loops(make_model, prompt, ending, chunks):
     assert (step.logits[:, -1] - expected.logits[1]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("policy", ["tova:capacity=16", "h2o:capacity=16"])
+def test_latents_are_cut_before_a_step_that_evicts_too(make_model, prompt, policy):
+    """The step is judged by the rows that the cut has left."""
+    from kvcompress import CompressedCache
+
+    model, ids = make_model("deepseek_v3"), prompt(22)["input_ids"]
+    caches = [CompressedCache(model, policy, prompt_length=known) for known in (20, None)]
+    with torch.no_grad():
+        for part in ids.tensor_split([20, 21], dim=1):
+            steps = [model(part, past_key_values=cache).logits[:, -1] for cache in caches]
+    assert (steps[0] - steps[1]).abs().max() < 1e-4
+    for mine, its in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.equal(mine.positions, its.positions)
+        assert mine.positions.shape[2] == 16
+
+
 def test_crop(make_model, prompt):
     from kvcompress import CompressedCache, UnsupportedModeError
 
