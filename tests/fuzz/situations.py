@@ -138,7 +138,7 @@ def _fields(rng: random.Random, kind: str, layers: int) -> dict[str, Any]:
     return _budget(rng, layers, 4)
 
 
-def _policy(rng: random.Random, layers: int) -> str:
+def _policy(rng: random.Random, layers: int, mode: str) -> str:
     """The string form of a policy that is valid for so many layers."""
     from kvcompress import PolicyConfigError, policy_from
     from kvcompress.plugins import registry
@@ -156,6 +156,9 @@ def _policy(rng: random.Random, layers: int) -> str:
             policy = policy_from(spec)
             policy.check_layers(layers)
         except PolicyConfigError:
+            continue
+        # Refused with drafts, which need not be seen so often.
+        if mode in DRAFTS and policy.part("decode") is not None and rng.random() < 0.9:
             continue
         return policy.to_string()
 
@@ -176,16 +179,18 @@ def draw(seed: int) -> Situation:
     lengths = [rng.randint(1, longest) for _ in range(batch)]
     if rng.random() < 0.4:
         lengths = lengths[:1] * batch
-    turns = 0 if mode in (*BEAM_MODES, "pieces") else rng.choice([0, 0, 1, 2])
+    turns = rng.choice([0, 0, 0, 0, 1] if mode in DRAFTS else [0, 0, 1, 2])
+    if mode in (*BEAM_MODES, "pieces"):
+        turns = 0
     host = "press" if mode == "loop" else rng.choice(["press", "cache"])
     return Situation(
         seed=seed,
         family=family,
         attn=attn,
-        policy=_policy(rng, layers),
+        policy=_policy(rng, layers, mode),
         lengths=tuple(lengths),
         mode=mode,
-        new_tokens=rng.randint(2, 7),
+        new_tokens=rng.choice([2, 3, 4, 7]),
         host="cache" if mode == "pieces" else host,
         turns=tuple(rng.randint(1, 20) for _ in range(turns)),
         only_new=rng.random() < 0.5,
@@ -254,8 +259,6 @@ class Result:
     """Of beams."""
     told_late: bool = False
     """Whether only what follows the prompt tells that it is complete."""
-    shift: int = 0
-    """The first token's position."""
 
 
 def _prompt(situation: Situation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -533,21 +536,34 @@ def _check_stream(situation: Situation, rows: torch.Tensor, seen: int) -> None:
         assert torch.equal(real, torch.cat([first, rest])), "not the sinks and the newest rows"
 
 
-def check_keys(situation: Situation, own: Result, model: Any) -> None:
+def check_keys(situation: Situation, result: Result, model: Any) -> None:
     """Keys of the first layer depend on the token and its position alone, so they can be made."""
-    layer = own.cache.layers[0]
-    if layer not in _hosted(own):
+    layer, row = result.cache.layers[0], situation.row
+    if layer not in _hosted(result):
         return
-    columns = layer.columns[0, 0]
-    places = columns + own.shift
+    pads = situation.pads[row // (len(result.ids) // len(situation.lengths))]
+    columns = layer.columns[row, 0]
+    real = columns >= pads
+    places = columns - pads + shift_of(situation, pads)
     if moves_keys(situation):
-        sinks = min(_parts(situation)[0].n_sink, len(columns))
-        places[:sinks] = torch.arange(sinks) + places[-1] - len(columns) + 1
+        sinks = min(_parts(situation)[0].n_sink, int(real.sum()))
+        start = int(real.nonzero()[0])
+        held = len(columns) - start
+        places[start : start + sinks] = torch.arange(sinks) + places[-1] - held + 1
+    if situation.mode in BEAM_MODES:  # in the cache they have other places than in what is returned
+        real &= columns < result.ends[0]
+    if not real.any():
+        return
     with torch.no_grad():
-        output = model(own.ids[:, columns], position_ids=places[None])
+        output = model(result.ids[row, columns[real]][None], position_ids=places[real][None])
     made = output[cache_name(model)].layers[0].keys[0, 0]
-    off = float((made - layer.keys[0, 0]).abs().max())
+    off = float((made - layer.keys[row, 0, real]).abs().max())
     assert off < TOLERANCE, f"keys are off by {off:.2g} from those of their tokens and positions"
+
+
+def shift_of(situation: Situation, pads: int) -> int:
+    """The first real token's position: without position_ids, a loop counts padding too."""
+    return pads if situation.mode in ("loop", "pieces") and not situation.places else 0
 
 
 def check_counts(situation: Situation, result: Result) -> None:
@@ -632,10 +648,8 @@ def _fed(situation: Situation, result: Result, model: Any) -> Result:
     ids = result.ids[situation.row, pads:][None]
     ends = [end - pads for end in result.ends]
     stops = [stop - pads for stop in result.stops]
-    # Without position_ids, a loop counts padding too.
-    counted = situation.mode in ("loop", "pieces") and not situation.places
-    shift = pads if counted else 0
-    own = Result(ids, torch.ones_like(ids), ends=ends, stops=stops, shift=shift)
+    shift = shift_of(situation, pads)
+    own = Result(ids, torch.ones_like(ids), ends=ends, stops=stops)
     name, fed = cache_name(model), 0
     for end, stop in zip(ends, stops, strict=True):
         steps = []
@@ -655,7 +669,6 @@ def check_alone(situation: Situation, result: Result, model: Any) -> None:
     from kvcompress.testing import oracle
 
     own, evictions = alone(situation, result, model)
-    check_keys(situation, own, model)
     row = situation.row
     if result.scores is None:
         mine = [steps[:, row : row + 1] for steps in result.logits]
@@ -702,6 +715,7 @@ def check(situation: Situation, model: Any) -> str:
             raise AssertionError(f"{type(error).__name__}: {error}") from error
         return "transformers cannot do this"
     check_rows(situation, result)
+    check_keys(situation, result, model)
     check_counts(situation, result)
     reference = _reference(situation)
     if reference != situation:

@@ -1,6 +1,7 @@
 """200 random situations; `situations.py` says what must be true of each."""
 
 import importlib.util
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,17 +40,26 @@ def test_a_seed_is_one_situation(situations):
 
 def leave_state_behind(monkeypatch):
     """Beams change places, what the policy noted about their rows does not."""
-    from kvcompress.rows import Rows
+    from kvcompress.cache import KVLayer
 
-    moved = Rows.map_batch
+    def reorder_cache(self, beam_idx):
+        state = self.rows.state
+        self._map_batch(lambda rows: rows.index_select(0, beam_idx))
+        self.rows.state = state
 
-    def map_batch(self, change):
-        state = self.state
-        moved(self, change)
-        same = {name: rows.shape == state[name].shape for name, rows in self.state.items()}
-        self.state = {name: state[name] if same[name] else self.state[name] for name in same}
+    monkeypatch.setattr(KVLayer, "reorder_cache", reorder_cache)
 
-    monkeypatch.setattr(Rows, "map_batch", map_batch)
+
+def leave_columns_behind(monkeypatch):
+    """Beams change places, which tokens their rows are does not."""
+    from kvcompress.cache import KVLayer
+
+    def reorder_cache(self, beam_idx):
+        columns = self.rows.columns()
+        self._map_batch(lambda rows: rows.index_select(0, beam_idx))
+        self.rows._columns = columns
+
+    monkeypatch.setattr(KVLayer, "reorder_cache", reorder_cache)
 
 
 def judge_padding(monkeypatch):
@@ -75,13 +85,15 @@ def forget_the_interval(monkeypatch):
     ("fault", "meant"),
     [
         (leave_state_behind, lambda it: "beam" in it.mode and "h2o" in it.policy),
+        (leave_columns_behind, lambda it: "beam" in it.mode),
         (judge_padding, lambda it: it.padded),
         (leave_keys_where_they_were, lambda it: "positions=cache" in it.policy),
         (forget_the_interval, lambda it: "interval" in it.policy),
     ],
 )
 def test_faults_are_found(situations, monkeypatch, fault, meant):
-    """Within the situations that are run; only those that may show the fault, to be quick."""
+    """In fewer situations than are run, of those that may show the fault."""
     fault(monkeypatch)
-    seeds = (seed for seed in range(COUNT) if meant(situations.draw(seed)))
-    assert any(situations.examine(seed).outcome == "failure" for seed in seeds)
+    seeds = (seed for seed in itertools.count() if meant(situations.draw(seed)))
+    tried = itertools.islice(seeds, COUNT // 4)
+    assert any(situations.examine(seed).outcome == "failure" for seed in tried)
