@@ -223,7 +223,11 @@ class Rows:
         """
         assert self._keys is not None and self._values is not None
         if self.front is not None:
-            self._keys[:, :, : self.front.shape[2]] = self.front
+            moved = self.front.shape[2]
+            if self.needs_grad:
+                self._keys = torch.cat([self.front, self._keys[:, :, moved:]], dim=2)
+            else:
+                self._keys[:, :, :moved] = self.front
         first = self._columns is None and self.seat is None
         self._columns = index.int() if first else self.columns().gather(2, index)
         self.seat = None
