@@ -148,9 +148,9 @@ class CacheState:
             generation.check_unfed(first)  # again here: a plain cache may just have been adopted
             if generation.drafts:
                 self._refuse_drafts()
-            end = generation.prompt_end
+            # A wrapper may add to the prompt of `generate`, as the virtual tokens of PEFT.
             self.generation = generation.serial
-            self.turn = Turn(first, first + new if end is None else end)
+            self.turn = Turn(first, max(generation.prompt_end or 0, first + new))
         elif self.forward_is_turn:
             if new > 1 or first == 0:
                 self.turn = Turn(first, first + new)
