@@ -6,6 +6,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -200,8 +201,11 @@ def _will_cache(module: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
         )
     if wanted is None:
         wanted = getattr(module.config.get_text_config(decoder=True), "use_cache", True)
-    checkpointing = module.training and module.is_gradient_checkpointing
-    return bool(wanted) and not checkpointing
+    if module.training and wanted:
+        # Checkpointing keeps no cache; the model's own property for it has changed its name.
+        parts = module.modules()
+        return not any(getattr(part, "gradient_checkpointing", False) for part in parts)
+    return bool(wanted)
 
 
 class _Hook:
@@ -220,6 +224,7 @@ class _Hook:
 
 
 class _BeforeForward(_Hook):
+    @torch.compiler.disable
     def __call__(
         self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,6 +234,7 @@ class _BeforeForward(_Hook):
 
 
 class _AfterForward(_Hook):
+    @torch.compiler.disable
     def __call__(
         self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
