@@ -30,7 +30,7 @@ check: $(READY)
 
 # The contract on the oldest supported transformers.
 floor: $(FLOOR)/.ready
-	$(FLOOR)/bin/python -m pytest -q tests/core tests/policies -m "not model and not slow"
+	$(FLOOR)/bin/python -m pytest -q tests/core tests/policies tests/surroundings -m "not model and not slow"
 
 # Writes docs/support.json and docs/support.md from the outcomes of their tests.
 support: $(READY)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PER_HEAD = [
     "snapkv:capacity=24:window_size=6",
-    # No eviction at decode, where a token that is generated again has a key of equal norm in layer 0,
-    # and rounding chooses between the two.
+    # No eviction at decode, where a token that is generated again has a key of equal norm in
+    # layer 0, and rounding chooses between the two.
     "knorm:capacity=24:interval=20",
     "h2o:capacity=24",
     "streaming_llm:capacity=24",
@@ -119,5 +119,5 @@ def test_a_part_of_a_parallel_model_and_a_pipeline_are_refused():
             use(model.model, "tova")
     model.config.distributed_config = type("Noted", (), {"tp_size": 1, "pp_size": 4})
     for use in (press, CompressedCache):
-        with pytest.raises(UnsupportedModelError, match="pipeline-parallel: .* in 4 processes"):
+        with pytest.raises(UnsupportedModelError, match=r"pipeline-parallel: .* in 4 processes"):
             use(model, "snapkv")
