@@ -27,8 +27,9 @@ INTRO = """# What is supported
 
 Every cell is a test that is run on each change: ✓ means that what is generated equals the same
 model on an uncompressed cache with exactly the evicted entries masked out, or, where no such mask
-exists, the same tokens fed one by one under the same policy. A number means that kvcompress refuses,
-before any token is generated; the errors are quoted at the end. Written by `make support`.
+exists, the same tokens fed one by one under the same policy. A number means that kvcompress
+refuses, before any token is generated; the errors are quoted at the end. An empty cell was not
+tried. Written by `make support`.
 """
 
 
@@ -97,13 +98,15 @@ class Cell:
             return input_ids.new_zeros(input_ids.shape[0]).bool()
 
         options = {"max_new_tokens": 8, "do_sample": False, **options}
-        return model.generate(
+        output = model.generate(
             **inputs,
             **options,
             stopping_criteria=[count],
             return_dict_in_generate=True,
             output_logits=True,
         )
+        self._produced = 0  # what is refused later is another call
+        return output
 
     def __enter__(self):
         return self
@@ -127,8 +130,8 @@ class Tables:
 
     def __init__(self, recording):
         self.recording = recording
-        self.record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        self.known = {}
+        self.record = load()
+        self.known, self._settled = {}, {}
 
     def expect(self, table, row, column, legend=None):
         known = self.known.setdefault(table, {"legend": legend or {}, "rows": {}})
@@ -136,29 +139,32 @@ class Tables:
 
     def settle(self, table, row, column, outcome):
         if self.recording:
-            self._rows(table).setdefault(row, {})[column] = outcome
+            self._settled[table, row, column] = outcome
         else:
-            assert outcome == self._rows(table).get(row, {}).get(column), "run `make support`"
-
-    def _rows(self, table):
-        return self.record.setdefault(table, {"rows": {}})["rows"]
+            recorded = self.record.get(table, {"rows": {}})["rows"].get(row, {}).get(column)
+            assert outcome == recorded, "if it should be so, run `make support`"
 
     def save(self):
         if not self.recording:
             return
+        record = load()  # another run may have written since this one began
         for table, known in self.known.items():
-            rows = self._rows(table)
-            self.record[table] = {
-                "legend": known["legend"],
-                "rows": {
-                    row: {column: rows[row][column] for column in columns if column in rows[row]}
-                    for row, columns in known["rows"].items()
-                    if row in rows
-                },
-            }
-        self.record = {table: self.record[table] for table in TITLES if table in self.record}
-        RECORD.write_text(json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
-        PAGE.write_text(render(self.record))
+            old = record.get(table, {"rows": {}})["rows"]
+            rows = {}
+            for row, columns in known["rows"].items():
+                cells = {
+                    column: self._settled.get((table, row, column), old.get(row, {}).get(column))
+                    for column in columns
+                }
+                rows[row] = {column: cell for column, cell in cells.items() if cell is not None}
+            record[table] = {"legend": known["legend"], "rows": rows}
+        record = {table: record[table] for table in TITLES if table in record}
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        PAGE.write_text(render(record))
+
+
+def load():
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 TABLES = pytest.StashKey[Tables]()
@@ -173,7 +179,7 @@ def render(record):
             return "✓"
         if outcome not in notes:
             notes.append(outcome)
-        return f"[{notes.index(outcome) + 1}](#what-is-refused)"
+        return f"({notes.index(outcome) + 1})"
 
     for table, content in record.items():
         columns = list(dict.fromkeys(name for row in content["rows"].values() for name in row))
