@@ -103,10 +103,18 @@ def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
         function = original(self, name, default)
 
         def attend(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any = None,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             batch, heads, q_len, _ = query.shape
-            layer_idx = module.layer_idx
+            mask, layer_idx = attention_mask, getattr(module, "layer_idx", None)
+            if layer_idx is None:  # of an image encoder
+                return function(module, query, key, value, mask, *args, **kwargs)
             if evictions.hosts(layer_idx):
                 stored[layer_idx] = weakref.ref(key)
             else:
@@ -119,7 +127,7 @@ def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
                 hidden = torch.finfo(query.dtype).min
                 extra = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, hidden)
                 mask = extra if mask is None else (mask + extra).clamp_(min=hidden)
-            return function(module, query, key, value, mask, **kwargs)
+            return function(module, query, key, value, mask, *args, **kwargs)
 
         return attend
 
