@@ -29,8 +29,9 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "train"), [*((policy, False) for policy in POLICIES), (POLICIES[2], True)]
+)
 def test_gradients_equal_the_oracles(prompt, policy, train):
     from transformers import DynamicCache
 
@@ -103,7 +104,7 @@ def test_a_training_step_with_activation_checkpointing(prompt):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, MOVING])
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 def test_modes_give_the_same(make_model, prompt, policy, mode):
     from kvcompress import CompressedCache
 
@@ -123,7 +124,7 @@ def test_modes_give_the_same(make_model, prompt, policy, mode):
         return torch.cat([rows.detach().clone() for rows in logits]), cache
 
     expected, kept = run(torch.no_grad, torch.no_grad)
-    for then in {mode, torch.no_grad, torch.enable_grad}:
+    for then in (mode, torch.no_grad):
         logits, cache = run(mode, then)
         assert (logits - expected).abs().max() < 1e-5
         for mine, its in zip(cache.layers, kept.layers, strict=True):

@@ -9,7 +9,7 @@ import torch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GREEDY = {"max_new_tokens": 10, "do_sample": False}
+GREEDY = {"max_new_tokens": 7, "do_sample": False}
 DECODE = [
     "tova:capacity=20",
     "h2o:capacity=20",
@@ -18,7 +18,7 @@ DECODE = [
     "snapkv_decoding:capacity=20:window_size=6:interval=4",
     "snapkv:capacity=20:window_size=6+h2o:capacity=4:scope=generated",
 ]
-ROUNDS = 3
+ROUNDS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_caches_side_by_side(make_model, prompt, policies):
             assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("policy", DECODE)
+@pytest.mark.parametrize("policy", DECODE[:4])
 def test_two_threads_in_one_context(make_model, prompt, policy):
     from kvcompress import press
 
@@ -97,7 +97,10 @@ def test_two_threads_in_one_context(make_model, prompt, policy):
                 assert_same(ours, theirs)
     reports = session.reports
     assert len(reports) == 2 + 2 * ROUNDS
-    assert sorted(report.layers[0].seen_tokens for report in reports[2:]) == [64] * 3 + [79] * 3
+    assert (
+        sorted(report.layers[0].seen_tokens for report in reports[2:])
+        == [61] * ROUNDS + [76] * ROUNDS
+    )
 
 
 @pytest.mark.parametrize("policy", DECODE)
@@ -133,7 +136,7 @@ def test_a_cache_handed_from_thread_to_thread(make_model, prompt, policy):
     def feed(ids):
         return model(ids, past_key_values=cache).logits[:, -1].argmax(dim=-1)
 
-    fed = [inputs["input_ids"], *(tokens[:, at : at + 1] for at in range(70, 79))]
+    fed = [inputs["input_ids"], *(tokens[:, at : at + 1] for at in range(70, 76))]
     for at, ids in enumerate(fed):
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(feed, ids).result() == tokens[:, 70 + at]
