@@ -1,9 +1,11 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# Side by side, one thread each.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
