@@ -126,4 +126,5 @@ def test_the_guide_names_every_contract_and_every_field_of_the_view():
     assert rows[1:] == list(contracts("snapkv:capacity=40"))
     table = re.search(r"^\| field \|.*?\n\n", text, re.M | re.S).group(0)
     named = set(re.findall(r"`(\w+)`", table))
-    assert {field.name for field in fields(LayerView)} - {"locate", "find_newest"} <= named  # what `positions` and `last` ask
+    asked = {"locate", "find_newest"}  # by `positions` and `last`
+    assert {field.name for field in fields(LayerView)} - asked <= named

@@ -106,9 +106,15 @@ def test_one_graph_is_refused(model, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [loop, generate])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "policy", "call"),
+    [
+        *((way, POLICIES[0], loop) for way in WAYS),
+        *((way, POLICIES[0], generate) for way in WAYS if way is not by_wrapper),
+        (by_compile, POLICIES[1], loop),
+        (by_forward, POLICIES[1], generate),
+    ],
+)
 def test_before_and_inside_and_after(model, prompt, way, policy, call):
     from kvcompress import press
     from kvcompress.testing import tiny_model
@@ -130,8 +136,7 @@ def test_before_and_inside_and_after(model, prompt, way, policy, call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [loop, generate])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "call"), [*((way, loop) for way in WAYS), (by_forward, generate)])
 def test_hook_free(model, prompt, way, call):
     from kvcompress import CompressedCache
 
