@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousMixin
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvcompress.errors import PressStateError, UnsupportedModeError
 
@@ -161,9 +161,19 @@ def _install() -> None:
     for owner, name, wrap in _PATCHES:
         original = _originals[owner, name] = getattr(owner, name)
         setattr(owner, name, wrap(original))
+    # The compiler does not notice that a class has another method, and would go on with the old
+    # one; it does notice that an object has an attribute.
+    vars(ALL_ATTENTION_FUNCTIONS).setdefault("get_interface", _get_interface)
+
+
+def _get_interface(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """What the class does."""
+    return AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, *args, **kwargs)
 
 
 def _uninstall() -> None:
+    if vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is _get_interface:
+        del vars(ALL_ATTENTION_FUNCTIONS)["get_interface"]
     # A method that somebody else wrapped meanwhile is left alone: ours inside is inert.
     for owner, name, _ in _PATCHES:
         original = _originals.pop((owner, name), None)

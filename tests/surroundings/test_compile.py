@@ -1,5 +1,6 @@
 """Compiled models: compressed and right, whatever was compiled and when, or an error."""
 
+import gc
 import shutil
 
 import pytest
@@ -19,6 +20,7 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    gc.collect()  # what the traceback of an error keeps alive
 
 
 @pytest.fixture
@@ -90,6 +92,28 @@ def test_compiled_and_used_before(model, prompt, way):
     with press(compiled, POLICIES[0]) as session:
         assert torch.equal(loop(compiled, ids), compressed)
     assert session.report().layers[0].held_tokens == 24 + STEPS - 1
+
+
+def test_layers_in_and_out_of_contexts(model, prompt):
+    """The compiler does not watch the methods of classes, which contexts replace."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from kvcompress import CompressedCache, press
+
+    inputs = prompt(70)
+    compiled = by_layers(model, backend="eager")
+    attributes = set(vars(ALL_ATTENTION_FUNCTIONS))
+    with torch.no_grad():
+        for _ in range(2):
+            with press(compiled, POLICIES[0]) as session:
+                compiled(**inputs)
+            assert session.report().layers[0].held_tokens == 24
+            assert compiled(**inputs).past_key_values.get_seq_length() == 70
+            assert set(vars(ALL_ATTENTION_FUNCTIONS)) == attributes
+            cache = CompressedCache(compiled, POLICIES[0], prompt_length=70)
+            compiled(**inputs, past_key_values=cache)
+            assert cache.report().layers[0].held_tokens == 24
+            del cache, session
 
 
 def test_one_graph_is_refused(model, prompt):
