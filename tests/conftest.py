@@ -4,8 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-# Side by side, one thread each.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Side by side, one thread each, in what tests start too.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+else:
+    torch.set_num_threads(2)
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -13,6 +17,14 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    """Commands set their number for the process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

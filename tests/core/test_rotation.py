@@ -23,7 +23,10 @@ LONGROPE = {
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MIXED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 FULL_AND_LINEAR = ["full_attention", "full_attention", "linear_attention"]
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}

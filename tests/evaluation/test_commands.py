@@ -68,7 +68,7 @@ def test_bench_measures_both_in_turn(saved_model, tmp_path):
             length=96,
             repeats=2,
             steps=5,
-            threads=2,
+            threads=1,
             device="cpu",
             out=out,
         )

@@ -257,7 +257,7 @@ COLUMNS = {
     "image": greedy,
 }
 LEGEND = {
-    "sdpa, eager": "a prompt and a padded batch, SnapKV with another capacity in each layer; "
+    "sdpa, eager": "a batch with and without padding, SnapKV with another capacity in each layer; "
     "transformers has no sdpa for gemma2 and gpt_oss",
     "state": "`h2o` (evicts at each step, by all queries so far)",
     "beams": "beam search of a padded batch",
@@ -291,8 +291,6 @@ def test_family(cell, family_model, prompt, row, column):
         if column == "image":
             COLUMNS[column](cell, model, _with_image(family, prompt(PROMPT)), hosted)
         else:
-            if column in ("sdpa", "eager"):
-                COLUMNS[column](cell, model, prompt(PROMPT), hosted)
             COLUMNS[column](cell, model, prompt(PROMPT, 58, 41), hosted)
 
 
