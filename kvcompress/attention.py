@@ -91,6 +91,20 @@ class Generation:
                 "all of them."
             )
 
+    def check_gap(self, seen: int, given: int | None) -> None:
+        """Refuse `given` new tokens alone that do not go on where the cache ends.
+
+        Raises:
+            PressStateError: The mask covers another number of tokens than were and will be fed.
+        """
+        end = self.prompt_end
+        if seen and given and end is not None and given < end != seen + given:
+            raise PressStateError(
+                f"generate() got {given} tokens with an attention_mask over {end}, and a cache "
+                f"that has seen {seen}: {seen + given} are needed. Pass all tokens that the cache "
+                "has not seen (the last one of an answer was never fed), or the whole conversation."
+            )
+
 
 class _Thread(threading.local):
     pending: weakref.ref[HostedLayer] | None = None
@@ -198,6 +212,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             if any(isinstance(layer, HostedLayer) for layer in getattr(cache, "layers", ())):
                 call.hosts = True
                 call.check_unfed(cache.get_seq_length())
+                call.check_gap(cache.get_seq_length(), _length(args, kwargs, _IDS))
         outer, _thread.generation = _thread.generation, call
         try:
             result = original(self, *args, **kwargs)
@@ -249,9 +264,15 @@ def _wrap_batching(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_continuous_batching
 
 
+_IDS = ("inputs_embeds", "input_ids", "inputs")
+
+
 def _prompt_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     # The mask covers earlier turns also when only the new tokens are passed.
-    names = ("attention_mask", "inputs_embeds", "input_ids", "inputs")
+    return _length(args, kwargs, ("attention_mask", *_IDS))
+
+
+def _length(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> int | None:
     for candidate in (*(kwargs.get(name) for name in names), *args[:1]):
         if isinstance(candidate, Tensor) and candidate.ndim in (2, 3):
             return candidate.shape[1]

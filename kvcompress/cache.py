@@ -501,7 +501,7 @@ class KVLayer(DynamicLayer, HostedLayer):
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether tokens can be taken back at any time."""
-        return self.state.decode is None and self.state.policy.observer("decode") is None
+        return not self.state.acts_at_decode
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens.
@@ -523,28 +523,13 @@ class KVLayer(DynamicLayer, HostedLayer):
             )
         if remove == 0 or not self.is_initialized:
             return
-        if not self.is_croppable and not self._can_forget(remove):
-            raise UnsupportedModeError(
-                f"crop() by {remove} tokens: the policy has already judged rows by them, which "
-                "cannot be undone. Keep a copy.deepcopy(cache) of what you may want to go back to."
-            )
-        if not self.rows.tail_is_whole(remove):
-            raise UnsupportedModeError(
-                f"crop() by {remove} tokens reaches back past rows that were evicted; the cache as "
-                "it was then is gone. Crop less, or start again with a new cache."
-            )
+        if self.index == 0:
+            self.state.check_crop(remove)
+        self.rows.restore_order()
         self.rows.drop(remove)
         self._recent = []
         if self.index == self.state.num_layers - 1:
             self.state.since_eviction = max(0, self.state.since_eviction - remove)
-
-    def _can_forget(self, tokens: int) -> bool:
-        """Whether the newest tokens have left no trace but their rows."""
-        state = self.state
-        if state.policy.observer("decode") is not None or self._reads["decode"] > 1:
-            return False
-        whole = all(count.held == count.seen for count in state.counts)
-        return whole or tokens <= state.since_eviction
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows of the batch."""

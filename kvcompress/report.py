@@ -14,6 +14,8 @@ class LayerCounts:
     held: int = 0
     allocated_bytes: int = 0
     row_bytes: int = 0
+    settled: int = 0
+    """Rows that the last eviction left."""
     budget: int | None = None
     """Rows after an eviction at decode; None until a prompt has ended."""
     spared: int = 0

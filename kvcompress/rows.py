@@ -83,7 +83,7 @@ class Rows:
         self.front: Tensor | None = None
         """Keys of the rows at the front as they were before they were moved."""
         self.in_order = True
-        self._settled = 0  # rows that the last eviction left
+        self.counts.settled = 0
         self._columns: Tensor | None = None  # None until an eviction: rows are columns then
         self._written = 0  # rows whose columns are; later ones follow on from the newest
         self.seat: tuple[Ledger, int] | None = None
@@ -232,7 +232,7 @@ class Rows:
         self._columns = index.int() if first else self.columns().gather(2, index)
         self.seat = None
         self.state = {name: rows.gather(2, index) for name, rows in self.state.items()}
-        self.counts.held = self._written = self._settled = index.shape[2]
+        self.counts.held = self.counts.settled = self._written = index.shape[2]
         before = self.capacity
         self._keys = self._gathered("keys", self._keys, numbers)
         self._values = self._gathered("values", self._values, numbers)
@@ -276,7 +276,7 @@ class Rows:
         for name, rows in self.state.items():
             self.state[name] = rows.scatter(2, victims, rows[..., last:])
             self.state[name][..., last:] = 0  # the next row's
-        self.counts.held = self._settled = last
+        self.counts.held = self.counts.settled = last
         self.in_order = False
 
     def restore_order(self) -> None:
@@ -286,21 +286,12 @@ class Rows:
             index = self.columns().argsort(dim=-1)
             self.keep(index, self.numbers_for(index, self.capacity))
 
-    def tail_is_whole(self, count: int) -> bool:
-        """Whether the newest `count` tokens are all held, so that they can be taken back."""
-        if self._columns is None or count <= self.counts.held - self._settled:
-            return True
-        if count >= self.counts.held:
-            return False
-        first = self.columns()[..., -count]
-        return bool((first == self.counts.seen - count).all())
-
     def drop(self, count: int) -> None:
         """Forget the newest `count` tokens; rows are in order."""
         self.counts.held -= count
         self.counts.seen -= count
         held = self.counts.held
-        self._written, self._settled = min(self._written, held), min(self._settled, held)
+        self._written = min(self._written, held)
         self.state = {name: rows[..., :held] for name, rows in self.state.items()}
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -77,12 +77,13 @@ class CacheState:
         """Back to an empty cache."""
         for count in self.counts:
             count.seen = count.held = count.allocated_bytes = 0
-            count.budget, count.spared = None, 0
+            count.budget, count.spared, count.settled = None, 0, 0
         self.turn = Turn(0, prompt_length)
         self.plan = Plan.COLLECT
         self.pads: Tensor | None = None
         self._pads_by_row: list[int] | None = None
         self.generation = 0
+        self.torn = False
         self.updated = self.attended = 0
         self.since_eviction = 0
         self.history = History()
@@ -123,6 +124,12 @@ class CacheState:
                 "cache, or call cache.reset()."
             )
         first = self.counts[0].seen
+        if self.torn or any(count.seen != first for count in self.counts):
+            raise PressStateError(
+                "A crop() was refused when some layers of this cache had been cropped already, so "
+                "its layers no longer agree. Start again with a new cache or a copy of it, or "
+                "call cache.reset()."
+            )
         self._find_turn(first, new)
         turn = self.turn
         if not turn.open:
@@ -172,6 +179,34 @@ class CacheState:
                 "be taken back. Use greedy search or sampling without drafts, or a policy that "
                 "acts at prefill only."
             )
+
+    @property
+    def acts_at_decode(self) -> bool:
+        """Whether generated tokens have a say in what is evicted."""
+        return self.decode is not None or self.policy.observer("decode") is not None
+
+    def check_crop(self, tokens: int) -> None:
+        """Refuse to take tokens back that cannot be; before any hosted layer is changed.
+
+        Raises:
+            UnsupportedModeError: Rows were judged by them, or will be by what was noted of them.
+        """
+        later = [count.held - count.settled for count in self.counts if count.held < count.seen]
+        if later and self.decode is not None:
+            later.append(self.since_eviction)
+        layers = range(self.num_layers)
+        noted = self.policy.observer("decode") is not None or (
+            self.decode is not None
+            and any(self.decode.query_tokens(layer, self.num_layers) > 1 for layer in layers)
+        )
+        if tokens <= min(later, default=tokens) and not noted:
+            return
+        self.torn = self.counts[0].layer_idx > 0  # layers before it may have taken them back
+        raise UnsupportedModeError(
+            f"crop() by {tokens} tokens: rows have been judged by them, or by what was noted of "
+            "them, which cannot be undone. Keep a copy.deepcopy(cache) of what you may want to go "
+            "back to."
+        )
 
     def bypassed(self, layer_idx: int) -> UnsupportedModelError:
         """The error for a layer whose attention did not pass the seam."""

@@ -79,7 +79,11 @@ class Evictions:
 
 @contextmanager
 def record(session: Any) -> Iterator[Evictions]:
-    """Note the evictions of a session's caches after every forward; one generate at a time."""
+    """Note the evictions of a session's caches after every forward.
+
+    One `generate` at a time. What beams exchange is not followed, so of beam search only what goes
+    when the prompt ends can be compared.
+    """
     evictions = Evictions()
 
     def after(module: Any, args: Any, output: Any) -> None:

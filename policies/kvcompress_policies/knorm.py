@@ -14,6 +14,9 @@ from kvcompress.tensors import reduce_groups
 class KNormPolicy(DecodePolicy):
     """Keeps the rows whose keys have the smallest norm; reads no attention.
 
+    Where a model normalizes its keys (Qwen 3, Gemma 3) they differ little in norm, and equal tokens
+    have equal norms in the first layer but for rounding; there the choice says little.
+
     Source: Devoto et al. 2024, arXiv:2406.11430, section 3.
     Differs: evicts while decoding too, by the same rule; the authors' code leaves the kept rows in
     order of their norm, ours stay in position order.

@@ -387,10 +387,43 @@ def test_crop(make_model, prompt):
         assert cache.get_seq_length() == 70
         for a, b in zip(cache.layers, before.layers, strict=True):
             assert torch.equal(a.keys, b.keys) and torch.equal(a.positions, b.positions)
-        cache.crop(-3)  # into the window, which is held whole
-        assert torch.equal(cache.layers[0].positions[0, 0, -3:], torch.arange(64, 67))
-        with pytest.raises(UnsupportedModeError, match="reaches back past"):
-            cache.crop(-30)
+        # The window is held whole, but the rest was chosen by it.
+        for tokens in (1, 30):
+            with pytest.raises(UnsupportedModeError, match=f"crop\\(\\) by {tokens} tokens"):
+                cache.crop(-tokens)
+        for a, b in zip(cache.layers, before.layers, strict=True):
+            assert torch.equal(a.keys, b.keys) and torch.equal(a.positions, b.positions)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "policy", "generated", "back", "usable"),
+    [
+        ("llama", {}, "snapkv:capacity=70/24/70:window_size=4", 1, 10, True),
+        ("gemma3_text", {"sliding_window": 99}, "tova:capacity=24", 1, 1, False),
+        ("gemma3_text", {"sliding_window": 99}, "snapkv:capacity=24:window_size=4", 2, 5, False),
+    ],
+)
+def test_a_refused_crop_changes_nothing_or_is_remembered(
+    make_model, prompt, family, config, policy, generated, back, usable
+):
+    from kvcompress import PressStateError, UnsupportedModeError, press
+
+    model, token = make_model(family, **config), torch.tensor([[9]])
+    with press(model, policy), torch.no_grad():
+        cache = model(**prompt(70)).past_key_values
+        for number in range(generated):
+            model(torch.tensor([[number + 1]]), past_key_values=cache)
+        untouched = copy.deepcopy(cache)
+        with pytest.raises(UnsupportedModeError, match="cannot be undone"):
+            cache.crop(-back)
+        if usable:
+            ours = model(token, past_key_values=cache).logits
+            assert torch.equal(ours, model(token, past_key_values=untouched).logits)
+        else:
+            with pytest.raises(PressStateError, match="no longer agree"):
+                model(token, past_key_values=cache)
+            cache.reset()
+            model(**prompt(70), past_key_values=cache)
 
 
 @pytest.mark.parametrize(
@@ -609,3 +642,21 @@ def test_report(make_model, prompt):
     del session
     gc.collect()
     assert report.layers[0].held_tokens == 31
+
+
+def test_new_tokens_must_go_on_where_the_cache_ends(make_model, prompt):
+    """The last token of an answer was never fed; without it the next turn would have a hole."""
+    from kvcompress import PressStateError, press
+
+    model, new = make_model(), torch.tensor([[5, 6, 7]])
+    with press(model, POLICY):
+        first = full(model, prompt(70))
+        ids = torch.cat([first.sequences, new], dim=1)
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
+        cache = first.past_key_values
+        with pytest.raises(PressStateError, match=r"got 3 tokens .* over 81, .* seen 77: 80 are"):
+            model.generate(new, past_key_values=cache, **options)
+        whole = copy.deepcopy(cache)
+        ours = model.generate(ids[:, -4:], past_key_values=cache, **options)
+        theirs = model.generate(ids, past_key_values=whole, **options)
+        assert torch.equal(ours[:, -2:], theirs[:, -2:])
