@@ -9,7 +9,13 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from kvcompress.attention import AttentionCall, HostedLayer, Lease, announce
+from kvcompress.attention import (
+    AttentionCall,
+    HostedLayer,
+    Lease,
+    announce,
+    current_generation,
+)
 from kvcompress.errors import PolicyConfigError, UnsupportedModeError
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
@@ -523,9 +529,12 @@ class KVLayer(DynamicLayer, HostedLayer):
             )
         if remove == 0 or not self.is_initialized:
             return
-        if self.index == 0:
-            self.state.check_crop(remove)
         self.rows.restore_order()
+        generation = current_generation()
+        drafts = generation is not None and generation.drafts and not self.state.acts_at_decode
+        # A model that drafts for itself takes back the end of its prompt; drafts are only guesses.
+        if self.index == 0 and not (drafts and self.rows.tail_is_whole(remove)):
+            self.state.check_crop(remove)
         self.rows.drop(remove)
         self._recent = []
         if self.index == self.state.num_layers - 1:

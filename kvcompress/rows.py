@@ -286,6 +286,15 @@ class Rows:
             index = self.columns().argsort(dim=-1)
             self.keep(index, self.numbers_for(index, self.capacity))
 
+    def tail_is_whole(self, count: int) -> bool:
+        """Whether the newest `count` tokens are all held."""
+        if self._columns is None or count <= self.counts.held - self.counts.settled:
+            return True
+        if count >= self.counts.held:
+            return False
+        first = self.columns()[..., -count]
+        return bool((first == self.counts.seen - count).all())
+
     def drop(self, count: int) -> None:
         """Forget the newest `count` tokens; rows are in order."""
         self.counts.held -= count
