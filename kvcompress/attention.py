@@ -210,9 +210,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("cache", "past_key_values"):
             cache: Any = kwargs.get(name)
             if any(isinstance(layer, HostedLayer) for layer in getattr(cache, "layers", ())):
-                call.hosts = True
-                call.check_unfed(cache.get_seq_length())
-                call.check_gap(cache.get_seq_length(), _length(args, kwargs, _IDS))
+                call.hosts, seen = True, cache.get_seq_length()
+                call.check_unfed(seen)
+                call.check_gap(seen, _length(args, kwargs, _IDS))
         outer, _thread.generation = _thread.generation, call
         try:
             result = original(self, *args, **kwargs)

@@ -233,7 +233,7 @@ class KVLayer(DynamicLayer, HostedLayer):
     @property
     def may_replace(self) -> bool:
         """Whether one row may be evicted by `Rows.replace`, after which rows are in no order."""
-        actors = (self.state.decode, self.state.policy.observer("decode"))
+        actors = (self.state.decode, self.state.decode_observer)
         return (
             all(actor is None or actor.any_order for actor in actors)
             and self.state.decode is not None

@@ -134,30 +134,25 @@ def _processes(model: PreTrainedModel, kind: str) -> int:
     return getattr(model, f"{kind}_size", None) or getattr(settings, f"{kind}_size", None) or 1
 
 
-def check_heads(model: PreTrainedModel, policy: Policy) -> None:
-    """Refuse a policy that needs all heads of a layer on a model that has them in many processes.
+def check_fit(model: PreTrainedModel, policy: Policy) -> Rotation | None:
+    """Refuse a policy that cannot act on this model; gives what moves keys, if it asks for that.
 
     Raises:
-        UnsupportedModelError: The processes would keep other rows than one process.
+        PolicyConfigError: See `Policy.check_layers`.
+        UnsupportedModelError: The processes of a tensor-parallel model would keep other rows than
+            one process, or keys of this model cannot be moved.
     """
+    layers = hosted_layers(model.config)
+    count, processes = len(layers), _processes(model, "tp")
+    policy.check_layers(count)
     for part in (policy.part("prefill"), policy.part("decode")):
-        if part is not None and part.across_heads and _processes(model, "tp") > 1:
+        if part is not None and part.across_heads and processes > 1:
             raise UnsupportedModelError(
                 f"{part.name} judges the rows of a head by other heads too, and this model is "
-                f"tensor-parallel: each of {_processes(model, 'tp')} processes has some of the "
+                f"tensor-parallel: each of {processes} processes has some of the "
                 "heads. Use a policy that judges heads one by one (across_heads is False), such as "
                 "snapkv, or load the model without tp_plan."
             )
-
-
-def rotation_for(model: PreTrainedModel, policy: Policy) -> Rotation | None:
-    """What moves keys, if the policy asks for it.
-
-    Raises:
-        UnsupportedModelError: Keys of this model cannot be moved.
-    """
-    layers = hosted_layers(model.config)
-    count = len(layers)
     moves = any(policy.reindexed_tokens(number, count) for number in range(count))
     return Rotation(model, layers) if moves else None
 
@@ -221,8 +216,7 @@ def host_cache(
                 "of the model has full attention and needs a DynamicLayer, or an empty quantized "
                 "one. Pass DynamicCache(config=model.config)."
             )
-    policy.check_layers(len(indices))
-    check_heads(model, policy)
+    rotation = check_fit(model, policy)
     state = CacheState(
         policy,
         indices,
@@ -232,7 +226,6 @@ def host_cache(
         forward_is_turn=forward_is_turn,
         splits_heads=_processes(model, "tp") > 1,
     )
-    rotation = rotation_for(model, policy)
     text = model.config.get_text_config(decoder=True)
     lease, shared = Lease(), Shared(shares_kv=bool(getattr(text, "num_kv_shared_layers", 0)))
     for number, index in enumerate(indices):

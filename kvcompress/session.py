@@ -13,14 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvcompress import attention
 from kvcompress.errors import PressStateError, UnsupportedCacheError, UnsupportedModeError
-from kvcompress.hosting import (
-    check_heads,
-    host_cache,
-    hostable_model,
-    hosted_layers,
-    rotation_for,
-    state_of,
-)
+from kvcompress.hosting import check_fit, host_cache, hostable_model, state_of
 from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
 from kvcompress.report import Report
@@ -58,9 +51,7 @@ class Session:
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self.policy = policy
         self._model = hostable_model(model)
-        policy.check_layers(len(hosted_layers(self._model.config)))
-        check_heads(self._model, policy)
-        rotation_for(self._model, policy)  # refused now rather than in the first forward
+        check_fit(self._model, policy)  # refused now rather than in the first forward
         self._states: dict[CacheState, None] = {}  # in order of adoption
         self._cache: weakref.ref[Cache] | None = None
         self._undo: list[Any] = []

@@ -171,7 +171,7 @@ class CacheState:
             self._refuse_drafts()
 
     def _refuse_drafts(self) -> None:
-        busy = self.decode or self.policy.observer("decode")
+        busy = self.decode or self.decode_observer
         if busy is not None:
             does = "evicts" if busy is self.decode else "keeps a record"
             raise UnsupportedModeError(
@@ -181,9 +181,14 @@ class CacheState:
             )
 
     @property
+    def decode_observer(self) -> Policy | None:
+        """The policy that notes what generated tokens attend to, if any."""
+        return self.policy.observer("decode")
+
+    @property
     def acts_at_decode(self) -> bool:
         """Whether generated tokens have a say in what is evicted."""
-        return self.decode is not None or self.policy.observer("decode") is not None
+        return bool(self.decode or self.decode_observer)
 
     def check_crop(self, tokens: int) -> None:
         """Refuse to take tokens back that cannot be; before any hosted layer is changed.
@@ -195,7 +200,7 @@ class CacheState:
         if later and self.decode is not None:
             later.append(self.since_eviction)
         layers = range(self.num_layers)
-        noted = self.policy.observer("decode") is not None or (
+        noted = self.decode_observer is not None or (
             self.decode is not None
             and any(self.decode.query_tokens(layer, self.num_layers) > 1 for layer in layers)
         )

@@ -1,4 +1,6 @@
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,24 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def at_once():
+    """Run functions that start together, each in a thread of its own; gives their results."""
+
+    def run(*jobs):
+        start = threading.Barrier(len(jobs))
+
+        def wait_and_run(job):
+            start.wait(timeout=60)
+            return job()
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            running = [pool.submit(wait_and_run, job) for job in jobs]
+            return [job.result() for job in running]
+
+    return run
 
 
 @pytest.fixture

@@ -62,7 +62,6 @@ Budgets, bytes and compositions
 
 import contextlib
 import gc
-import threading
 
 import pytest
 import torch
@@ -561,19 +560,13 @@ def test_calls_without_position_ids_are_at_their_positions(make, prompt, policy)
 def test_a_vision_model_goes_on_in_a_second_turn(prompt):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+    from kvcompress.testing.models import _COMMON
+
     text = {
-        "vocab_size": 101,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        **_COMMON,
         "head_dim": 8,
-        "initializer_range": 0.15,
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "pad_token_id": 0,
-        "eos_token_id": None,
     }
     vision = {
         "hidden_size": 16,
@@ -710,7 +703,7 @@ def test_two_models_are_compressed_side_by_side(make, prompt):
         assert_identical(generate(two, inputs), expected[1])
 
 
-def test_threads_with_two_policies_and_none_on_one_model(make, prompt):
+def test_threads_with_two_policies_and_none_on_one_model(make, prompt, at_once):
     from kvcompress import CompressedCache
 
     model, inputs = make(), prompt(70)
@@ -720,16 +713,9 @@ def test_threads_with_two_policies_and_none_on_one_model(make, prompt):
         return generate(model, inputs, past_key_values=cache)
 
     policies = [SNAPKV, "h2o:capacity=12", None]
-    expected, results = [run(policy) for policy in policies], [[], [], []]
+    expected = [run(policy) for policy in policies]
     assert len({tuple(output.sequences[0].tolist()) for output in expected}) == 3
-    threads = [
-        threading.Thread(target=lambda n=n: results[n].extend(run(policies[n]) for _ in range(4)))
-        for n in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = at_once(*(lambda p=policy: [run(p) for _ in range(4)] for policy in policies))
     for ours, theirs in zip(results, expected, strict=True):
         assert len(ours) == 4
         for output in ours:

@@ -487,7 +487,7 @@ def test_reset_and_reuse(make_model, prompt):
     assert {layer.held_tokens for layer in cache.report().layers} == {24 + 7}
 
 
-def test_threads_with_caches_of_their_own(make_model, prompt):
+def test_threads_with_caches_of_their_own(make_model, prompt, at_once):
     from kvcompress import CompressedCache
 
     model = make_model()
@@ -500,15 +500,7 @@ def test_threads_with_caches_of_their_own(make_model, prompt):
         return full(model, inputs[number], past_key_values=cache).sequences
 
     alone = [run(number) for number in range(3)]
-    together = [[] for _ in range(3)]
-    threads = [
-        threading.Thread(target=lambda n=n: [together[n].append(run(n)) for _ in range(4)])
-        for n in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together = at_once(*(lambda n=n: [run(n) for _ in range(4)] for n in range(3)))
     for expected, results in zip(alone, together, strict=True):
         assert len(results) == 4
         assert all(torch.equal(expected, result) for result in results)

@@ -271,9 +271,10 @@ LEGEND = {
 def _cells():
     from itertools import product
 
+    from kvcompress.testing.models import ONLY_EAGER
+
     for family, column in product(HOSTED, COLUMNS):
-        # transformers has no sdpa for these.
-        if column == "sdpa" and family in ("gemma2", "gpt_oss"):
+        if column == "sdpa" and family in ONLY_EAGER:
             continue
         if column == "image" and family not in WITH_IMAGES:
             continue
@@ -284,8 +285,10 @@ def _cells():
 @pytest.mark.support("families", legend=LEGEND)
 @pytest.mark.parametrize(("row", "column"), list(_cells()))
 def test_family(cell, family_model, prompt, row, column):
+    from kvcompress.testing.models import ONLY_EAGER
+
     family = row.partition(",")[0]
-    eager = column == "eager" or family in ("gemma2", "gpt_oss")
+    eager = column == "eager" or family in ONLY_EAGER
     model, hosted = family_model(family, "eager" if eager else "sdpa"), HOSTED[family]
     with cell:
         if column == "image":

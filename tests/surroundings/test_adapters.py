@@ -105,18 +105,24 @@ def prompt_learning():
     return lambda config: peft.get_peft_model(model, config(peft)).eval()
 
 
-def test_virtual_tokens(prompt_learning, prompt):
-    """Prompt tuning feeds embeddings before the prompt: they are rows like any other."""
-    from kvcompress import UnsupportedModeError, press
+def assert_virtual_rows_are_rows(model, inputs):
+    from kvcompress import press
     from kvcompress.testing import oracle, record
 
-    model, inputs = prompt_learning(lambda peft: peft.PromptTuningConfig(**VIRTUAL)), prompt(70)
     with press(model, POLICIES[0]) as session, record(session) as evictions:
         ours = full(model, inputs)
     with oracle(model.get_base_model(), evictions):
         assert_same(ours, full(model, inputs))
     report = session.report()
     assert (report.layers[0].seen_tokens, report.layers[0].held_tokens) == (77 + 9, 24 + 9)
+
+
+def test_virtual_tokens(prompt_learning, prompt):
+    """Prompt tuning feeds embeddings before the prompt: they are rows like any other."""
+    from kvcompress import UnsupportedModeError, press
+
+    model, inputs = prompt_learning(lambda peft: peft.PromptTuningConfig(**VIRTUAL)), prompt(70)
+    assert_virtual_rows_are_rows(model, inputs)
     # They come before the padding, which is then not at the left.
     with press(model, POLICIES[0]), pytest.raises(UnsupportedModeError, match="padding"):
         full(model, prompt(70, 41))
@@ -124,16 +130,8 @@ def test_virtual_tokens(prompt_learning, prompt):
 
 def test_virtual_rows(prompt_learning, prompt):
     """Prefix tuning hands every generate a cache that is filled already."""
-    from kvcompress import press
-    from kvcompress.testing import oracle, record
-
     model, inputs = prompt_learning(lambda peft: peft.PrefixTuningConfig(**VIRTUAL)), prompt(70)
-    with press(model, POLICIES[0]) as session, record(session) as evictions:
-        ours = full(model, inputs)
-    with oracle(model.get_base_model(), evictions):
-        assert_same(ours, full(model, inputs))
-    report = session.report()
-    assert (report.layers[0].seen_tokens, report.layers[0].held_tokens) == (77 + 9, 24 + 9)
+    assert_virtual_rows_are_rows(model, inputs)
 
 
 def test_dispatched_model(prompt):

@@ -44,18 +44,6 @@ def assert_same(ours, theirs):
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
-def at_once(*jobs):
-    """The results of functions that start together, each in a thread of its own."""
-    start = threading.Barrier(len(jobs))
-
-    def run(job):
-        start.wait(timeout=60)
-        return job()
-
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result() for future in [pool.submit(run, job) for job in jobs]]
-
-
 @pytest.mark.parametrize(
     "policies",
     [
@@ -66,7 +54,7 @@ def at_once(*jobs):
     ],
     ids=["one-policy-twice", "two-policies", "compressed-and-plain", "all"],
 )
-def test_caches_side_by_side(make_model, prompt, policies):
+def test_caches_side_by_side(at_once, make_model, prompt, policies):
     model = make_model()
     inputs = [prompt(60 + n, seed=n) for n in range(len(policies))]
     jobs = [
@@ -80,7 +68,7 @@ def test_caches_side_by_side(make_model, prompt, policies):
 
 
 @pytest.mark.parametrize("policy", DECODE[:4])
-def test_two_threads_in_one_context(make_model, prompt, policy):
+def test_two_threads_in_one_context(at_once, make_model, prompt, policy):
     from kvcompress import press
 
     model, inputs = make_model(), [prompt(70, seed=1), prompt(55, 40, seed=2)]
@@ -104,7 +92,7 @@ def test_two_threads_in_one_context(make_model, prompt, policy):
 
 
 @pytest.mark.parametrize("policy", DECODE)
-def test_layers_of_two_caches_in_turn(prompt, policy):
+def test_layers_of_two_caches_in_turn(at_once, prompt, policy):
     """Both threads enter every layer of every forward together."""
     from kvcompress.testing import tiny_model
 
@@ -143,7 +131,7 @@ def test_a_cache_handed_from_thread_to_thread(make_model, prompt, policy):
     assert_same((tokens, [layer.positions for layer in cache.layers]), expected)
 
 
-def test_a_thread_that_fails_leaves_the_other_alone(make_model, prompt):
+def test_a_thread_that_fails_leaves_the_other_alone(at_once, make_model, prompt):
     from kvcompress import UnsupportedModeError, press
 
     model, inputs = make_model(), prompt(70)
