@@ -349,6 +349,8 @@ class KVLayer(DynamicLayer, HostedLayer):
         """Of `rows` rows at the end of a prompt: the budget, and how many at the front stay."""
         state, policy = self.state, self.state.prefill
         assert policy is not None
+        if policy.later_turns == "keep" and state.turn.start:
+            return rows, 0
         budget = batch_budget(policy, state.prompt_lengths(), self.index, state.num_layers)
         if policy.later_turns == "revote":
             return budget, 0

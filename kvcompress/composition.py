@@ -70,10 +70,10 @@ class ComposedPolicy(Policy):
             )
         self._check_unmoved(1)
         if self.scope == "all":
-            if self.prefill.later_turns == "append":
+            if self.prefill.later_turns != "revote":
                 raise ValueError(
-                    f"{pair}: later_turns='append' keeps earlier turns beyond the decode policy's "
-                    "budget. Use scope='generated' or later_turns='revote'."
+                    f"{pair}: later_turns={self.prefill.later_turns!r} keeps earlier turns beyond "
+                    "the decode policy's budget. Use scope='generated' or later_turns='revote'."
                 )
             ratios = (self.prefill.keep_ratio is None, self.decode.keep_ratio is None)
             if ratios[0] != ratios[1]:

@@ -242,6 +242,13 @@ def host_cache(
             f"{state.counts[0].seen} tokens that it was not shown. Pass a new cache, or fill it "
             "under the policy."
         )
+    cuts = policy.part("prefill")
+    if cuts is not None and cuts.later_turns == "keep" and state.counts[0].seen:
+        raise UnsupportedCacheError(
+            f"later_turns='keep' cuts the first turn only, and this cache has seen "
+            f"{state.counts[0].seen} tokens before it was compressed: it never would be. Pass a "
+            "new cache, or use later_turns='revote'."
+        )
     if len({count.seen for count in state.counts}) > 1:
         raise UnsupportedCacheError(
             "The layers of this cache hold different numbers of tokens. Pass a cache that one "

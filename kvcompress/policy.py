@@ -169,10 +169,11 @@ class Policy(BaseModel):
         le=1,
         description="Fraction of the prompt kept, instead of capacity.",
     )
-    later_turns: Literal["revote", "append"] = Field(
+    later_turns: Literal["revote", "append", "keep"] = Field(
         default="revote",
         description="At the end of a later turn's prompt: revote brings the whole cache back to "
-        "its budget, append keeps the earlier rows and cuts only the new turn.",
+        "its budget, append keeps the earlier rows and cuts only the new turn, keep evicts nothing "
+        "more.",
     )
 
     @classmethod
@@ -418,10 +419,10 @@ class DecodePolicy(Policy):
 
     @model_validator(mode="after")
     def _bounded(self) -> "DecodePolicy":
-        if self.later_turns == "append":
+        if self.later_turns != "revote":
             raise ValueError(
-                "later_turns='append' keeps earlier turns beyond the budget, to which this policy "
-                "cuts the cache while decoding. Use later_turns='revote'."
+                f"later_turns={self.later_turns!r} keeps earlier turns beyond the budget, to which "
+                "this policy cuts the cache while decoding. Use later_turns='revote'."
             )
         return self
 

@@ -17,6 +17,7 @@ PREFILL = "snapkv:capacity=20:window_size=6"
         ),
         ("snapkv+streaming_llm:positions=cache", ["snapkv+streaming_llm", "moves keys"]),
         ("snapkv:later_turns=append+tova", ["snapkv+tova", "append", "scope='generated'"]),
+        ("snapkv:later_turns=keep+tova", ["snapkv+tova", "'keep'", "scope='generated'"]),
         ("snapkv:keep_ratio=0.5+tova", ["snapkv+tova", "one is a capacity and the other a ratio"]),
         ("snapkv+tova:scope=some", ["scope='some'", "'all' or 'generated'"]),
         ("snapkv+", ["No policy named ''"]),

@@ -176,7 +176,9 @@ def test_second_turn_with_the_kept_cache(make_model, prompt, family, attn):
     assert (step.logits[:, -1] - second.logits[0]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("later, held", [("revote", 24), ("append", 24 + 7 + 24)])
+@pytest.mark.parametrize(
+    "later, held", [("revote", 24), ("append", 24 + 7 + 24), ("keep", 24 + 7 + 41)]
+)
 def test_later_turns(make_model, prompt, later, held):
     from kvcompress import press
 
@@ -188,10 +190,27 @@ def test_later_turns(make_model, prompt, later, held):
     assert session.report().layers[1].held_tokens == held + 7
     positions = second.past_key_values.layers[1].positions
     assert (positions.diff(dim=-1) > 0).all()
-    if later == "append":
+    if later != "revote":
         before = first.past_key_values.layers[1].positions  # the same cache, further on
         assert torch.equal(before, positions)
         assert (positions[0, 0] < 77).sum() == 24 + 7
+
+
+def test_keep_needs_a_cache_that_was_compressed_from_its_beginning(make_model, prompt):
+    from transformers import DynamicCache
+
+    from kvcompress import UnsupportedCacheError, press
+
+    model = make_model()
+    filled = DynamicCache(config=model.config)
+    model(prompt(70)["input_ids"], past_key_values=filled)
+    before = filled.layers[0].keys.clone()
+    with (
+        press(model, f"{POLICY}:later_turns=keep"),
+        pytest.raises(UnsupportedCacheError, match=r"seen 70 tokens .* never would be"),
+    ):
+        model(prompt(80)["input_ids"][:, 70:], past_key_values=filled)
+    assert torch.equal(filled.layers[0].keys, before)
 
 
 def test_append_after_short_padded_rows_is_refused(make_model, prompt):

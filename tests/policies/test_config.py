@@ -73,7 +73,7 @@ REFUSED = {
     ),
     "unknown later turns": (
         {"later_turns": "forget"},
-        ["later_turns='forget'", "'revote' or 'append'"],
+        ["later_turns='forget'", "'revote', 'append' or 'keep'"],
     ),
     "misspelt field": (
         {"capacty": 64},
@@ -254,7 +254,7 @@ def fields(draw):
         "kernel_size": draw(per_layer(st.integers(0, 20).map(lambda half: 2 * half + 1), layers)),
         "pooling": draw(st.sampled_from(["avg", "max", "none"])),
         "group_reduce": draw(st.sampled_from(["mean", "max", "sum"])),
-        "later_turns": draw(st.sampled_from(["revote", "append"])),
+        "later_turns": draw(st.sampled_from(["revote", "append", "keep"])),
     }
     if draw(st.booleans()):
         made["keep_ratio"] = draw(st.floats(0, 1, exclude_min=True))

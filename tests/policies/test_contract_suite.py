@@ -17,6 +17,7 @@ VARIANTS = [
     "snapkv:capacity=24/16/20:window_size=4:kernel_size=3:pooling=max",
     "snapkv:keep_ratio=0.4:window_size=6",
     "snapkv:capacity=20:window_size=6:later_turns=append",
+    "snapkv:capacity=20:window_size=6:later_turns=keep",
     "pyramidkv:capacity=20:window_size=6:rounding=reference",
     "snapkv_decoding:capacity=20:window_size=6:interval=2",
     "h2o:capacity=21:recent_ratio=0.2:normalize=observers:interval=5",
