@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import (
     DuplicatePolicyError,
+    EvaluationError,
     KVCompressError,
     MissingModelError,
     PluginLoadError,
@@ -42,6 +43,7 @@ __all__ = [
     "CompressedCache",
     "DecodePolicy",
     "DuplicatePolicyError",
+    "EvaluationError",
     "H2OPolicy",
     "KNormPolicy",
     "KVCompressError",

@@ -9,6 +9,7 @@ KVCompressError
 ├── UnsupportedCacheError                      the cache cannot be hosted
 ├── UnsupportedModeError                       this way of calling the model cannot be hosted
 ├── PressStateError       (also RuntimeError)  calls in an order that would give wrong results
+├── EvaluationError                            an evaluation cannot run, or would mislead
 ├── MissingModelError                          the embedded default model is not installed
 └── ShapeError            (also ValueError)    tensors whose shapes do not fit together
 """
@@ -48,6 +49,10 @@ class UnsupportedModeError(KVCompressError):
 
 class PressStateError(KVCompressError, RuntimeError):
     """Contexts, caches and calls were combined in an order that would give wrong results."""
+
+
+class EvaluationError(KVCompressError):
+    """An evaluation cannot be run as asked, or its numbers would not mean what they seem to."""
 
 
 class MissingModelError(KVCompressError):

@@ -9,7 +9,13 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedCache,
+)
 
 from kvcompress.attention import Lease
 from kvcompress.cache import KVLayer, Shared
@@ -34,6 +40,9 @@ TRIED_TRANSFORMERS = ("5.4", "5.24")
 
 OWN_MASKS = {"doge": "it computes its own attention mask from the cached values"}
 """Model types whose attention passes the seam and would still go wrong."""
+
+WITHOUT_ATTENTION = ("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba")
+"""Kinds of layers with a state that is no list of tokens."""
 
 
 @functools.cache
@@ -117,6 +126,15 @@ def hosted_layers(config: PreTrainedConfig) -> tuple[int, ...]:
         UnsupportedModelError: There is none.
     """
     layers = DynamicCache(config=config).layers
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    for layer, kind in zip(layers, kinds, strict=False):
+        if type(layer) is DynamicLayer and kind in WITHOUT_ATTENTION:
+            raise UnsupportedModelError(
+                f"This {config.model_type} model has layers of type {kind}, whose state "
+                f"transformers {transformers.__version__} keeps in a cache of the model's own. "
+                "Install a newer transformers, whose DynamicCache has such layers, or run it "
+                "without kvcompress."
+            )
     indices = tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer)
     if not indices:
         raise UnsupportedModelError(
@@ -201,6 +219,11 @@ def host_cache(
         )
     indices = hosted_layers(model.config)
     fresh = DynamicCache(config=model.config).layers
+    if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
+        # It was meant to have no windows: old releases do so where drafts will be taken back.
+        fresh = [
+            DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in fresh
+        ]
     layers = [*cache.layers, *fresh[len(cache.layers) :]]
     plain = {
         i: layer
@@ -217,16 +240,16 @@ def host_cache(
                 "one. Pass DynamicCache(config=model.config)."
             )
     rotation = check_fit(model, policy)
+    text = model.config.get_text_config(decoder=True)
     state = CacheState(
         policy,
         indices,
-        len(layers),
+        max(len(layers), text.num_hidden_layers),  # some may read the keys of others
         model_name=type(model).__name__,
         prompt_length=prompt_length,
         forward_is_turn=forward_is_turn,
         splits_heads=_processes(model, "tp") > 1,
     )
-    text = model.config.get_text_config(decoder=True)
     lease, shared = Lease(), Shared(shares_kv=bool(getattr(text, "num_kv_shared_layers", 0)))
     for number, index in enumerate(indices):
         given, rows = plain[index], None

@@ -671,3 +671,36 @@ def test_new_tokens_must_go_on_where_the_cache_ends(make_model, prompt):
         ours = model.generate(ids[:, -4:], past_key_values=cache, **options)
         theirs = model.generate(ids, past_key_values=whole, **options)
         assert torch.equal(ours[:, -2:], theirs[:, -2:])
+
+
+def test_states_that_an_old_transformers_keeps_elsewhere_are_refused(make_model, monkeypatch):
+    from types import SimpleNamespace
+
+    from transformers.cache_utils import DynamicLayer
+
+    from kvcompress import UnsupportedModelError, hosting, press
+
+    config = make_model().config
+    monkeypatch.setattr(config, "layer_types", ["conv", "full_attention", "conv"], raising=False)
+    plain = SimpleNamespace(layers=[DynamicLayer() for _ in range(3)])
+    monkeypatch.setattr(hosting, "DynamicCache", lambda config: plain)
+    with pytest.raises(UnsupportedModelError, match=r"type conv, .* Install a newer transformers"):
+        press(make_model(), POLICY)
+
+
+def test_a_cache_made_without_windows_gets_none(make_model, prompt):
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    from kvcompress import press
+
+    model, inputs = make_model("gemma3_text"), prompt(40)
+    plain = full(model, inputs)
+    for cache, kind in (
+        (DynamicCache(), DynamicLayer),
+        (DynamicCache(config=model.config), DynamicSlidingWindowLayer),
+    ):
+        with press(model, "snapkv:capacity=60:window_size=6"):
+            ours = full(model, inputs, past_key_values=cache)
+        assert type(cache.layers[0]) is kind
+        assert torch.equal(ours.sequences, plain.sequences)

@@ -50,7 +50,7 @@ def generate(model, inputs, backend, tokens=12, **options):
         max_new_tokens=tokens,
         do_sample=False,
         cache_implementation="quantized",
-        cache_config=backend,
+        cache_config=dict(backend),  # which old releases add to
         return_dict_in_generate=True,
         output_logits=True,
         **options,

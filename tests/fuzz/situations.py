@@ -457,6 +457,13 @@ def _by_length(situation: Situation) -> bool:
     return any(part.keep_ratio is not None for part in parts) or "pyramidkv" in names
 
 
+def _is_old() -> bool:
+    """Whether this transformers makes no linear layers in caches, and some masks too short."""
+    from transformers import cache_utils
+
+    return not hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING")
+
+
 REFUSALS = {
     "rows with different budgets": (
         r"different budgets in layer .* Use a fixed capacity",
@@ -481,6 +488,14 @@ REFUSALS = {
     "drafts in a later turn": (
         r"they would be fed a second time",
         lambda it: it.mode in DRAFTS and it.turns,
+    ),
+    "chunks or drafts in a later turn, by an old transformers": (
+        r"The attention mask hides tokens that are not padding",
+        lambda it: _is_old() and it.mode in ("chunks", *DRAFTS) and it.turns,
+    ),
+    "linear layers, by an old transformers": (
+        r"Install a newer transformers",
+        lambda it: _is_old() and it.family in ("lfm2", "qwen3_next"),
     ),
     "latents judged between forwards": (
         r"caches latents, so rows can only be judged during a forward",
