@@ -124,11 +124,12 @@ def saved_model(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, **{letter: number for number, letter in enumerate(alphabet, 1)}}
+    letters = ["<pad>", *alphabet, "<eos>"]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = (
         "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcompress_eval.needle import Needle
+from kvcompress_eval.scores import Panel
 
 matplotlib.use("Agg")
 
@@ -56,5 +57,26 @@ def plot_losses(losses: Mapping[str, Tensor], tokens: int, path: Path, title: st
     axis.set_ylabel(f"NLL, mean of {width} tokens (nats)")
     axis.legend(fontsize=8)
     axis.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_comparison(panels: Sequence[Panel], path: Path) -> None:
+    """Scores and memory against capacity, two panels a row; without eviction a dashed level."""
+    rows = (len(panels) + 1) // 2
+    figure, grid = plt.subplots(
+        rows, 2, figsize=(11, 1 + 2.8 * rows), squeeze=False, layout="constrained"
+    )
+    for axis, panel in zip(grid.flat, panels, strict=True):
+        for curve in panel.curves:
+            x, y, errors = zip(*curve.points, strict=True)
+            bars = [error or 0.0 for error in errors]
+            axis.errorbar(x, y, yerr=bars, label=curve.label, marker="o", ms=4, lw=1.2, capsize=2)
+        if panel.level is not None:
+            axis.axhline(panel.level, color="black", ls="--", lw=1, label="uncompressed")
+        axis.set_title(panel.title, fontsize=9, loc="left")
+        axis.set_xlabel("capacity (of a ratio or a composition: tokens held)", fontsize=8)
+        axis.set_ylabel(panel.value, fontsize=8)
+        axis.legend(fontsize=7)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -9,9 +9,14 @@ from kvcompress.hookspecs import hookimpl
 def kvcompress_commands(app: typer.Typer) -> None:
     """Demo and benchmarks."""
     from kvcompress_eval.bench import bench
+    from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
+    from kvcompress_eval.lm_eval_command import lm_eval
     from kvcompress_eval.stream import stream
 
+    theirs = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command("lm-eval", context_settings=theirs, add_help_option=False)(lm_eval)
     app.command()(demo)
     app.command()(bench)
     app.command()(stream)
+    app.command()(compare)
