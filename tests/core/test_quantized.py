@@ -148,14 +148,16 @@ def test_beams_reorder_what_is_packed(make_model, prompt, backend):
 
 
 def test_drafts_equal_greedy(make_model, prompt, backend):
+    from transformers import cache_utils
+
     from kvcompress import press
 
+    if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers takes a plain cache where there are drafts")
     model, inputs = make_model(), prompt(70)
     with press(model, POLICY):
-        # Old releases cannot look up a prompt without an end token.
-        end = {"tokens": 30, "eos_token_id": 101}
-        greedy = generate(model, inputs, backend, **end)
-        drafts = generate(model, inputs, backend, **end, prompt_lookup_num_tokens=3)
+        greedy = generate(model, inputs, backend, tokens=30)
+        drafts = generate(model, inputs, backend, tokens=30, prompt_lookup_num_tokens=3)
     assert torch.equal(greedy.sequences[:, :80], drafts.sequences[:, :80])
 
 
