@@ -1,0 +1,99 @@
+"""What of lm_eval's `model_args` is ours: a policy and its fields, flat beside the model's."""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvcompress import EvaluationError, PolicyConfigError
+from kvcompress.plugins import policy_from, registry
+from kvcompress.policy import Policy
+
+UNCOMPRESSED = "none"
+PASSED_ON = ("attn_implementation", "cache_dir", "device_map", "local_files_only", "token")
+"""Arguments of `from_pretrained` that look like none of ours and are often used."""
+
+
+def split_fields(
+    arguments: Mapping[str, Any], ours: Iterable[str], known: type
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tell fields of a policy from arguments for lm_eval's model.
+
+    Args:
+        arguments: All that were given, without `policy`.
+        ours: The adapter's own arguments.
+        known: lm_eval's class; what neither it nor a policy knows is for transformers, unless it
+            looks like a slip of the pen.
+
+    Returns:
+        The fields, and all others.
+
+    Raises:
+        EvaluationError: A name is nearly one of ours.
+    """
+    fields = {
+        field for entry in registry().policies.values() for field in entry.policy.model_fields
+    }
+    theirs = set(inspect.signature(known).parameters) | set(PASSED_ON)
+    candidates = sorted(fields | set(ours) | {"policy"})
+    for name in arguments:
+        if name in fields or name in theirs:
+            continue
+        starts = [field for field in candidates if len(name) > 3 and field.startswith(name)]
+        near = starts or difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.7)
+        if near:
+            raise EvaluationError(
+                f"model_args: no argument {name!r}. Did you mean {near[0]!r}? Ours are "
+                f"{', '.join(sorted({*ours, 'policy'}))} and the policy's fields; `kvcompress "
+                "policies` lists those."
+            )
+    given = {name: value for name, value in arguments.items() if name in fields}
+    return given, {name: value for name, value in arguments.items() if name not in given}
+
+
+def make_policy(policy: Any, fields: Mapping[str, Any]) -> Policy | None:
+    """The policy of a run; None if the cache is to stay whole.
+
+    Args:
+        policy: A policy or one of its forms; the text none, or None, for the uncompressed cache.
+        fields: Of a policy that is not composed, as lm_eval read them: text, numbers, lists.
+
+    Raises:
+        PolicyConfigError: The fields fit nothing, or are wrong.
+        UnknownPolicyError: The policy is not installed.
+    """
+    if policy is None or policy == UNCOMPRESSED:
+        if fields:
+            raise PolicyConfigError(
+                f"policy=none compresses nothing, and {', '.join(fields)} would set how. Leave "
+                "them out, or name a policy."
+            )
+        return None
+    if not fields:
+        return policy_from(policy)
+    if not isinstance(policy, str) or "+" in policy:
+        raise PolicyConfigError(
+            f"{', '.join(fields)}: fields beside policy={policy!s} could be those of either part. "
+            "Write them into the policy, as in policy=snapkv:capacity=512+h2o:capacity=640."
+        )
+    name, *written = policy.split(":")
+    twice = sorted({part.split("=")[0] for part in written} & set(fields))
+    if twice:
+        raise PolicyConfigError(
+            f"{', '.join(twice)} is given in policy={policy} and beside it. Give it once."
+        )
+    flat = [f"{field}={_text(value)}" for field, value in fields.items()]
+    return policy_from(":".join([name, *written, *flat]))
+
+
+def _text(value: Any) -> str:
+    """What was written, undoing lm_eval's guesses at types."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "/".join(map(_text, value)) + ("/" if len(value) == 1 else "")
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
