@@ -27,8 +27,9 @@ from kvcompress import (
 from kvcompress.hosting import hostable_model, hosted_layers
 from kvcompress.models import DEFAULT_MODEL, default_path
 from kvcompress.session import cache_argument
+from kvcompress_eval.comparison import UNCOMPRESSED
 from kvcompress_eval.measure import cache_of
-from kvcompress_eval.model_args import UNCOMPRESSED, make_policy, split_fields
+from kvcompress_eval.model_args import make_policy, split_fields
 from kvcompress_eval.nltk_data import check_punkt
 from kvcompress_eval.samples import Sample, held_rows, summary
 
@@ -653,6 +654,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
                 "policy": UNCOMPRESSED if self.policy is None else self.policy.to_string(),
                 **self.settings,
                 "versions": _versions(),
+                "device": str(self.device),
                 "tasks": summary(self._samples.values()),
             }
         }

@@ -147,7 +147,7 @@ class HarnessRun:
             "truncate": ours["truncate"],
             "task_version": results["versions"].get(name),
             "versions": {"lm_eval": results.get("lm_eval_version"), **ours["versions"]},
-            "device": config.get("device"),
+            "device": ours["device"],
             "dtype": config.get("model_dtype"),
             "samples": str(samples.relative_to(self.folder)),
         }

@@ -8,8 +8,8 @@ from typing import Any
 from kvcompress import EvaluationError, PolicyConfigError
 from kvcompress.plugins import policy_from, registry
 from kvcompress.policy import Policy
+from kvcompress_eval.comparison import UNCOMPRESSED
 
-UNCOMPRESSED = "none"
 PASSED_ON = ("attn_implementation", "cache_dir", "device_map", "local_files_only", "token")
 """Arguments of `from_pretrained` that look like none of ours and are often used."""
 

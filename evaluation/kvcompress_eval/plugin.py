@@ -7,7 +7,7 @@ from kvcompress.hookspecs import hookimpl
 
 @hookimpl
 def kvcompress_commands(app: typer.Typer) -> None:
-    """Demo and benchmarks."""
+    """Demo, benchmarks and evaluations."""
     from kvcompress_eval.bench import bench
     from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
