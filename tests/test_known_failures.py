@@ -767,7 +767,8 @@ def test_a_cache_made_without_the_models_config_is_the_same(make, prompt):
     model, inputs = make("gemma3_text"), prompt(60)
     expected, report = pressed(model, SNAPKV, inputs)
     ours, other = pressed(model, SNAPKV, inputs, past_key_values=DynamicCache())
-    assert_identical(ours, expected)
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert worst(ours, expected) < 1e-4  # windows are masked there, as without us, and cut here
     assert [layer.hosted for layer in other.layers] == [layer.hosted for layer in report.layers]
 
 
