@@ -30,8 +30,8 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The contract on the oldest supported transformers, with a huggingface_hub of its time: later ones
-# refuse some of its configurations' own defaults.
+# The contract on the oldest supported transformers, with others of its time: a later huggingface_hub
+# refuses some of its configurations' own defaults, a later click warns of what its typer does.
 CONTRACT = $(addprefix tests/,core policies support surroundings fuzz test_known_failures.py)
 floor: $(FLOOR)/.ready
 	$(FLOOR)/bin/python -m pytest -q $(PARALLEL) $(CONTRACT) -m "not model and not slow"

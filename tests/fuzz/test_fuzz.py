@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,14 +39,13 @@ def test_a_seed_is_one_situation(situations):
     assert {situation.mode for situation in drawn} == set(situations.MODES)
 
 
-def leave_state_behind(monkeypatch):
-    """Beams change places, what the policy noted about their rows does not."""
+def forget_state(monkeypatch):
+    """Beams change places, and what the policy noted about their rows is lost."""
     from kvcompress.cache import KVLayer
 
     def reorder_cache(self, beam_idx):
-        state = self.rows.state
         self._map_batch(lambda rows: rows.index_select(0, beam_idx))
-        self.rows.state = state
+        self.rows.state = {name: torch.zeros_like(it) for name, it in self.rows.state.items()}
 
     monkeypatch.setattr(KVLayer, "reorder_cache", reorder_cache)
 
@@ -84,7 +84,7 @@ def forget_the_interval(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "meant"),
     [
-        (leave_state_behind, lambda it: "beam" in it.mode and "h2o" in it.policy),
+        (forget_state, lambda it: "beam" in it.mode and "h2o" in it.policy),
         (leave_columns_behind, lambda it: "beam" in it.mode),
         (judge_padding, lambda it: it.padded),
         (leave_keys_where_they_were, lambda it: "positions=cache" in it.policy),
