@@ -28,11 +28,14 @@ def built(tmp_path_factory):
     return wheel, sdist
 
 
-def test_wheel_holds_the_three_packages_only(built):
+STARTUP = {"_kvcompress_lm_eval.py", "kvcompress_lm_eval.pth", "kvcompress_lm_eval.start"}
+
+
+def test_wheel_holds_the_three_packages_and_the_start_up_hook_only(built):
     names = zipfile.ZipFile(built[0]).namelist()
     tops = {name.split("/")[0] for name in names}
     packages = {"kvcompress", "kvcompress_policies", "kvcompress_eval"}
-    assert {top for top in tops if not top.endswith(".dist-info")} == packages
+    assert {top for top in tops if not top.endswith(".dist-info")} == packages | STARTUP
     for package in packages:
         assert f"{package}/py.typed" in names
     sources = {
@@ -44,7 +47,7 @@ def test_wheel_holds_the_three_packages_only(built):
         )
         for path in folder.rglob("*.py")
     }
-    assert sources == {name for name in names if name.endswith(".py")}
+    assert sources == {name for name in names if name.endswith(".py")} - STARTUP
 
 
 def test_sdist_holds_what_is_needed_to_build_and_test(built):
@@ -77,6 +80,10 @@ def test_wheel_works_in_a_fresh_venv(built, tmp_path):
     for name in ("policies", "evaluation", "tests"):
         done = subprocess.run([python, "-c", f"import {name}"], cwd="/", capture_output=True)
         assert done.returncode, f"the wheel made {name!r} importable"
+    ask = "import _kvcompress_lm_eval, sys; print(_kvcompress_lm_eval.Finder in sys.meta_path)"
+    assert run(python, "-c", ask, cwd="/").strip() == "True"
+    run(python, "-m", "pip", "uninstall", "-y", "-q", "kvcompress")
+    assert not [path for path in site.rglob("*kvcompress*") if "outer" not in path.name]
 
 
 @pytest.mark.slow

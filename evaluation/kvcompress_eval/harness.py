@@ -149,6 +149,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         self._token_bytes: float | None = None
 
     @property
+    def _splits_contexts(self) -> bool:
+        """Whether a document is compressed before its question is read."""
+        return self.policy is not None and self.settings["compress"] == "context"
+
+    @property
     def _policy_for_context(self) -> Policy:
         """What compresses a context whose question comes later, and leaves the question whole."""
         assert self.policy is not None
@@ -198,7 +203,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         for string, row, real in zip(strings, ids, mask.bool(), strict=True):
             tokens = row[real].tolist()
             context = len(tokens)
-            if self.settings["compress"] == "context":
+            if self._splits_contexts:
                 before, _ = super().tok_batch_encode([self._until_question(string)])
                 context = _common(before[0].tolist(), tokens)
             self._prompts.append(self._fit(string, tokens, context, left_truncate_len))
@@ -262,7 +267,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
 
     def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Rows that may be compressed in one batch: those to which the policy gives one budget."""
-        if self.policy is not None and self.settings["compress"] == "context":
+        if self._splits_contexts:
             return [[row] for row in range(len(lengths))]
         groups: dict[Any, list[int]] = {}
         for row, length in enumerate(lengths):
@@ -274,7 +279,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         if self.policy is None:
             return None
         parts = [part for part in (self.policy.part("prefill"), self.policy.part("decode")) if part]
-        layers = len(hosted_layers(self.model.config))
+        layers = len(hosted_layers(self.config))
         budgets = [
             [part.budget(length, layer, layers) for layer in range(layers)] for part in parts
         ]
@@ -286,7 +291,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         kwargs["return_dict_in_generate"] = True
         if self.policy is None:
             output = super()._model_generate(ids, **kwargs)
-        elif self.settings["compress"] == "context":
+        elif self._splits_contexts:
             policy, first = self._policy_for_context, prompts[0].context
             cache = CompressedCache(self.model, policy, prompt_length=first)
             self._feed(ids[:, :first], cache)
@@ -412,7 +417,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
     ) -> Prompt:
         """The prompt of a continuation, with what is compressed before the rest is read."""
         first = len(context) - 1
-        if text is not None and self.policy and self.settings["compress"] == "context":
+        if text is not None and self._splits_contexts:
             self._asked.setdefault(text[0], self._asked[text])
             first = _common(self.tok_encode(self._until_question(text[0])), context)
         return self._fit(text, context, first, self.max_length + 1 - len(continuation))
@@ -500,7 +505,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
 
     def _must_evict(self, prompt: Prompt, seen: int) -> bool:
         assert self.policy is not None
-        layers = range(len(hosted_layers(self.model.config)))
+        layers = range(len(hosted_layers(self.config)))
         part, slack = self.policy.part("prefill"), 0
         if part is None:
             part = self.policy.part("decode")
