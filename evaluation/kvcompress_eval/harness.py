@@ -135,9 +135,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             raise UnsupportedModelError(
                 f"{self.config.model_type} is no decoder model; evaluate it with --model hf."
             )
+        model = self.model
         if self.policy is not None:
-            press(self.model, self.policy)  # refuses what does not fit, before any task is run
-        self._cache_name = cache_argument(hostable_model(self.model))
+            press(model, self.policy)  # refuses what does not fit, before any task is run
+            model = hostable_model(model)
+        self._cache_name = cache_argument(model)
         if hasattr(self, "accelerator"):
             # HFLM does so for GPUs only, and would let every CPU process answer every request.
             self._rank = self.accelerator.process_index

@@ -28,8 +28,9 @@ INTRO = """# What is supported
 Every cell is a test that is run on each change: ✓ means that what is generated equals the same
 model on an uncompressed cache with exactly the evicted entries masked out, or, where no such mask
 exists, the same tokens fed one by one under the same policy. A number means that kvcompress
-refuses, before any token is generated; the errors are quoted at the end. An empty cell was not
-tried. Written by `make support`.
+refuses, before any token is generated; the errors are quoted at the end. A dash stands where there
+is nothing to try: images for a model without any, sdpa where transformers has none for the model,
+and all the rest of a family that is refused at once. Written by `make support`.
 """
 
 
@@ -196,7 +197,7 @@ def render(record):
         columns = list(dict.fromkeys(name for row in content["rows"].values() for name in row))
         lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for row, cells in content["rows"].items():
-            marks = [shown(cells[name]) if name in cells else "" for name in columns]
+            marks = [shown(cells[name]) if name in cells else "-" for name in columns]
             lines.append(f"| {row} | " + " | ".join(marks) + " |")
         parts.append(f"## {TITLES[table]}\n")
         legend = [f"- {name}: {meaning}" for name, meaning in content["legend"].items()]
