@@ -262,7 +262,8 @@ class KVLayer(DynamicLayer, HostedLayer):
         if not own:
             state.check_latents()
         if self.index == 0 and new > 1:
-            state.read_padding(call, new)
+            if not state.padding_given:
+                state.read_padding(call, new)
             state.check_positions(call.position_ids, self.counts.seen - new, new)
         self._facts = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
         self._heads = call.query.shape[1]
@@ -355,7 +356,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if policy.later_turns == "revote":
             return budget, 0
         assert state.turn.end is not None
-        earlier = rows - (state.turn.end - state.turn.start)
+        earlier = max(0, rows - (state.turn.end - state.turn.start))
         if earlier:
             self._check_unpadded("later_turns=append", self.counts.held)
         return budget, earlier
@@ -464,6 +465,9 @@ class KVLayer(DynamicLayer, HostedLayer):
             always = None
             if spared:
                 always = ~newest(held, held - spared, key.device)
+            if self.state.passing:
+                passing = newest(held, self.state.passing, key.device)
+                always = passing if always is None else always | passing
             judgement = judge(policy, view, always)
         self.counts.policy_seconds += time.perf_counter() - started
         return judgement
@@ -477,6 +481,14 @@ class KVLayer(DynamicLayer, HostedLayer):
                 "the capacity: that row would keep more new tokens than it would alone. Leave it "
                 "out, or run the rows separately."
             )
+
+    def take_back(self, count: int) -> None:
+        """Forget the newest `count` tokens, whose rows are all held, and what they asked."""
+        self.rows.drop(count)
+        self.counts.settled = min(self.counts.settled, self.counts.held)
+        if self._recent:
+            query = torch.cat(self._recent, dim=2)[:, :, :-count]
+            self._recent = [query] if query.shape[2] else []
 
     # What transformers calls.
 
@@ -552,7 +564,7 @@ class KVLayer(DynamicLayer, HostedLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some rows of the batch."""
-        self._map_batch(lambda rows: rows[indices])
+        self._map_batch(lambda rows: rows[indices.to(rows.device)])
 
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.rows.empty:

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 import transformers
+from jaxtyping import Int
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -314,6 +315,8 @@ class CompressedCache(DynamicCache):
         inner = hostable_model(model)
         super().__init__(config=inner.config)
         host_cache(self, inner, policy_from(policy), prompt_length=prompt_length)
+        self.held_back: Int[Tensor, "batch tokens"] | None = None
+        """Tokens of the prompt, or of an answer, that are still to be fed."""
 
     @property
     def _state(self) -> CacheState:

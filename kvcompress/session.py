@@ -1,5 +1,6 @@
 """`press(model, policy)`: compress every cache that a model is called with."""
 
+import copy
 import inspect
 import threading
 import weakref
@@ -7,15 +8,23 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvcompress import attention
 from kvcompress.errors import PressStateError, UnsupportedCacheError, UnsupportedModeError
-from kvcompress.hosting import check_fit, host_cache, hostable_model, state_of
+from kvcompress.hosting import (
+    CompressedCache,
+    check_fit,
+    host_cache,
+    hostable_model,
+    state_of,
+)
 from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
+from kvcompress.prefill import ChunkedPrefill, Progress
 from kvcompress.report import Report
 from kvcompress.state import CacheState
 
@@ -130,6 +139,133 @@ class Session:
             )
         return next(reversed(self._states)).report()
 
+    def prefill(
+        self,
+        input_ids: Int[Tensor, "batch prompt"],
+        attention_mask: Int[Tensor, "batch prompt"] | Bool[Tensor, "batch prompt"] | None = None,
+        *,
+        chunk_size: int,
+        lookahead: int | None = None,
+        hold_back: int = 1,
+        progress: Progress | None = None,
+    ) -> CompressedCache:
+        """Read a prompt of any length in memory that does not depend on it.
+
+        The prompt goes through in chunks, and after each of them the cache is cut to the policy's
+        budget: it never holds more than that and a chunk. With one chunk it holds what an ordinary
+        prefill keeps. Memory is O(capacity + chunk), time O(prompt x (capacity + chunk)).
+
+            cache = session.prefill(input_ids, chunk_size=512)
+            model.generate(input_ids, past_key_values=cache, max_new_tokens=100)
+
+        Differs from ordinary prefill with more than one chunk: rows that go early cannot be asked
+        for later, and later tokens are computed from what is left.
+
+        Args:
+            input_ids: batch x prompt.
+            attention_mask: The same, 0 for padding, which must be at the left.
+            chunk_size: Tokens between two evictions.
+            lookahead: How many of the prompt's last tokens (the question) vote after every chunk,
+                at their true positions; as many queries as the policy reads unless given. With 0
+                every chunk is judged by its own end, as for a context whose question comes later.
+            hold_back: Tokens at the end that are left out of the cache, but not of the votes, so
+                that `generate` with the whole prompt has something to feed. 0 for a context that
+                will be asked about later.
+            progress: Called with the tokens that were read, and all of them.
+
+        Returns:
+            A cache that has seen all but `hold_back` tokens; it may outlive the context.
+
+        Raises:
+            PolicyConfigError: The policy's budget is not fixed, or too small for that.
+            ShapeError: The sizes do not fit together.
+            UnsupportedModeError: The policy cannot act like this.
+        """
+        cache = CompressedCache(self._model, self.policy)
+        run = ChunkedPrefill(
+            self._model,
+            cache,
+            cache_argument(self._model),
+            input_ids,
+            attention_mask,
+            chunk_size=chunk_size,
+            lookahead=lookahead,
+            hold_back=hold_back,
+        )
+        run.run(progress)
+        cache.held_back = input_ids[:, input_ids.shape[1] - hold_back :].clone()
+        return cache
+
+    def ask(
+        self,
+        cache: CompressedCache,
+        question: Int[Tensor, "batch question"],
+        *,
+        fork: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Generate an answer to a question about what a cache has read.
+
+            context = session.prefill(document, chunk_size=512, hold_back=0)
+            first = session.ask(context, question, max_new_tokens=50)
+            second = session.ask(context, another, max_new_tokens=50)
+
+        A question is a later turn: at its end the cache is cut as the policy's `later_turns` says.
+
+        Args:
+            cache: From `prefill`, or one that was asked before.
+            question: Tokens of one or more questions of equal length; several about one context
+                share a batch.
+            fork: Answer from a copy, so that the next question finds the cache as it was. Without,
+                the conversation goes on in it.
+            **options: For `generate`.
+
+        Returns:
+            The new tokens, batch x answer; what `generate` gives with `return_dict_in_generate`.
+
+        Raises:
+            PressStateError: The question is empty, or the batch does not fit the cache's.
+        """
+        if cache.held_back is None:
+            raise PressStateError(
+                "Which tokens of its text the cache has still to read is not known. Make it by "
+                "session.prefill(...)."
+            )
+        if question.ndim != 2 or question.shape[1] == 0:
+            raise PressStateError(
+                f"A question has {tuple(question.shape)} tokens; pass (batch, at least one)."
+            )
+        contexts, asked = cache.held_back.shape[0], question.shape[0]
+        if asked != contexts and contexts > 1:
+            raise PressStateError(
+                f"{asked} questions, and a cache of {contexts} contexts: pass one for each of them."
+            )
+        if asked > 1 and not fork:
+            raise PressStateError(
+                f"{asked} questions at once, and fork=False: answers end at different places, so a "
+                "conversation goes on in a cache of one row. Fork, or ask one."
+            )
+        own, held_back = (copy.deepcopy(cache) if fork else cache), cache.held_back
+        if asked != contexts:
+            own.batch_repeat_interleave(asked)
+        ids = torch.cat([held_back.expand(asked, -1), question.to(held_back.device)], dim=1)
+        columns = torch.arange(own.get_seq_length() + ids.shape[1], device=ids.device)
+        state = state_of(own)
+        pads = columns[:1] if state is None or state.pads is None else state.pads[:, None]
+        generate: Any = self._model.generate
+        output = generate(
+            ids,
+            attention_mask=(columns >= pads).expand(asked, -1).long(),
+            **{cache_argument(self._model): own},
+            **options,
+        )
+        if isinstance(output, Tensor):
+            output = output[:, ids.shape[1] :]
+            own.held_back = output[:, -1:]  # the last token of an answer is not fed
+        else:
+            own.held_back = output.sequences[:, -1:]
+        return output
+
     def adopt(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Host the cache that `module` is called with; supply one if it would make its own."""
         attention.withdraw()
@@ -175,7 +311,7 @@ def _find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
     return None
 
 
-def cache_argument(module: PreTrainedModel) -> str:
+def cache_argument(module: nn.Module) -> str:
     """What the cache is called among a model's arguments and outputs."""
     # Renamed from past_key_values to cache in transformers 5.24.
     parameters = inspect.signature(type(module).forward).parameters

@@ -84,6 +84,10 @@ class CacheState:
         self._pads_by_row: list[int] | None = None
         self.generation = 0
         self.torn = False
+        self.passing = 0
+        """How many of the newest rows will be taken out again after they were judged by."""
+        self.padding_given = False
+        """Whether the padding is known, and masks need not tell: a chunk may be nothing else."""
         self.updated = self.attended = 0
         self.since_eviction = 0
         self.history = History()
@@ -148,6 +152,11 @@ class CacheState:
     def _find_turn(self, first: int, new: int) -> None:
         generation = current_generation()
         if generation is not None and generation.serial == self.generation:
+            return
+        end = self.turn.end
+        if generation is not None and end is not None and first < end == generation.prompt_end:
+            generation.hosted = True
+            self.generation = generation.serial  # the end of a prompt that was prefilled before
             return
         # Later ones in the same call hold something else (the negative prompt of guidance).
         if generation is not None and not generation.hosted:

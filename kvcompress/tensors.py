@@ -282,4 +282,4 @@ def positions_of(
     positions = columns.long()
     if pads is None:
         return positions
-    return (positions - pads[:, None, None]).clamp_(min=-1)
+    return (positions - pads[:, None, None].to(positions.device)).clamp_(min=-1)

@@ -36,6 +36,7 @@ RANKS = [
     {"quantized"},
     {"cache"},
     {"hosting"},
+    {"prefill"},
     {"session"},
     {"testing"},
     {"cli"},

@@ -159,12 +159,20 @@ def check_model_args(text: str) -> None:
     Raises:
         EvaluationError: There is one.
     """
+    from kvcompress.plugins import registry
+
     own = {"pretrained": "model", "policy": "policy", "capacity": "capacity"}
     own |= {"batch_size": "batch-size", "device": "device"}
+    fields = {name for entry in registry().policies.values() for name in entry.policy.model_fields}
     for part in text.split(","):
         name = part.split("=")[0].strip()
         if name in own:
             raise EvaluationError(f"--model-args has {part!r}: give it as --{own[name]}.")
+        if name in fields:
+            raise EvaluationError(
+                f"--model-args has {part!r}, which is a policy's: write it into --policy, as in "
+                f"snapkv:{part.strip()}."
+            )
 
 
 def check_launcher(text: str) -> None:

@@ -1,5 +1,6 @@
 """`lm_eval --model snapkv-hf`: lm_eval's Hugging Face model, answering from a compressed cache."""
 
+import bisect
 import copy
 import logging
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import torch
 import transformers
 from accelerate.utils import find_executable_batch_size
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import hash_args
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
@@ -31,7 +33,7 @@ from kvcompress_eval.comparison import UNCOMPRESSED
 from kvcompress_eval.measure import cache_of
 from kvcompress_eval.model_args import make_policy, split_fields
 from kvcompress_eval.nltk_data import check_punkt
-from kvcompress_eval.samples import Sample, held_rows, summary
+from kvcompress_eval.samples import Sample, dense_bytes, held_rows, summary
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +133,23 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         if isinstance(pretrained, str) and pretrained == DEFAULT_MODEL:
             pretrained = str(default_path())
         super().__init__(pretrained, **arguments)
+        free = ("batch_size", "max_batch_size", "device")
+        self._given = {name: str(arguments[name]) for name in sorted(set(arguments) - set(free))}
         if self.backend != "causal":
             raise UnsupportedModelError(
                 f"{self.config.model_type} is no decoder model; evaluate it with --model hf."
             )
-        model = self.model
+        model: Any = self.model
+        adapter = getattr(model, "active_peft_config", None)
+        if self.policy is not None and getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                "The adapter learns a prompt, whose virtual tokens come anew with every call of "
+                "the model, and scoring takes several. Use --model hf, or policy=none."
+            )
         if self.policy is not None:
             press(model, self.policy)  # refuses what does not fit, before any task is run
             model = hostable_model(model)
+            self._layers = len(hosted_layers(model.config))
         self._cache_name = cache_argument(model)
         if hasattr(self, "accelerator"):
             # HFLM does so for GPUs only, and would let every CPU process answer every request.
@@ -148,7 +159,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         self._asked: dict[Any, list[Instance]] = {}
         self._prompts: list[Prompt] = []
         self._probed: tuple[int, int] | None = None  # requests, tokens of the longest
-        self._token_bytes: float | None = None
+        self._sample_cache: Any = None
 
     @property
     def _splits_contexts(self) -> bool:
@@ -187,7 +198,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
     def _note(self, requests: Sequence[Instance], key: Any) -> None:
         """Remember which request a prompt belongs to; lm_eval's batches no longer tell."""
         self._asked = {}
-        for request in requests:
+        once = {id(request): request for request in requests}  # asked repeatedly, it is one
+        for request in once.values():
             self._asked.setdefault(key(request), []).append(request)
 
     def tok_batch_encode(
@@ -224,10 +236,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         """The prompt's beginning that ends with its document."""
         request = self._asked[prompt][0]
         context = request.doc.get("context")
-        if not isinstance(context, str) or not context or context not in prompt:
+        if not isinstance(context, str) or not context or prompt.count(context) != 1:
             raise EvaluationError(
-                f"compress=context needs to tell a document from the question, and the prompts of "
-                f"{request.task_name} do not contain a column named context. Use compress=prompt."
+                f"compress=context needs to tell a document from the question, and a prompt of "
+                f"{request.task_name} does not contain its column named context, once. Use "
+                "compress=prompt."
             )
         return prompt[: prompt.index(context) + len(context)]
 
@@ -281,10 +294,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         if self.policy is None:
             return None
         parts = [part for part in (self.policy.part("prefill"), self.policy.part("decode")) if part]
-        layers = len(hosted_layers(self.config))
-        budgets = [
-            [part.budget(length, layer, layers) for layer in range(layers)] for part in parts
-        ]
+        layers = range(self._layers)
+        budgets = [[part.budget(length, each, len(layers)) for each in layers] for part in parts]
         # Rows shorter than what is kept would bring padding among the rows that always stay.
         alone = self.policy.spares_prompt and length <= max(budgets[0])
         return str(budgets), length if alone else None
@@ -303,18 +314,25 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
                 output = super()._model_generate(ids, **kwargs)
         sequences: Tensor = output.sequences
         lengths = [
-            len(prompt.ids) + self._until_end(tokens) - 1
+            len(prompt.ids) + self._until_end(tokens, kwargs["stop"]) - 1
             for prompt, tokens in zip(prompts, sequences[:, ids.shape[1] :].tolist(), strict=True)
         ]
-        held = held_rows(cache_of(output), lengths)
+        held = held_rows(cache_of(output), lengths, self._evicts_later)
         self._add(prompts, lengths, held)
         return sequences
 
-    def _until_end(self, answer: list[int]) -> int:
-        """Tokens of an answer up to its end token, which other rows of the batch may outlast."""
+    def _until_end(self, answer: list[int], stop: list[str]) -> int:
+        """Tokens of an answer up to its end, which other rows of the batch may outlast."""
         ends = self.model.generation_config.eos_token_id
         known = set(ends) if isinstance(ends, list) else {ends}
-        return min(len(list(takewhile(lambda token: token not in known, answer))) + 1, len(answer))
+        size = len(list(takewhile(lambda token: token not in known, answer))) + 1
+        size = min(size, len(answer))
+
+        def stopped(tokens: int) -> bool:
+            text = self.tok_decode(answer[:tokens], skip_special_tokens=False)
+            return any(end in text for end in stop)
+
+        return bisect.bisect_left(range(size), True, key=stopped)
 
     def _feed(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
         """Logits of all `ids` but, for the first call on a cache, only those of the last token."""
@@ -363,6 +381,9 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
                 "uncompressed model's. Leave the task out, or say so with rolling=uncompressed."
             )
         self._asked, self._probed = {}, None
+        for request in requests:
+            text = Prompt(self.tok_encode(request.args[0]), 0, False, [request])
+            self._add([text], [len(text.ids)], [self._dense(text)])
         scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
         return scores
 
@@ -419,7 +440,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
     ) -> Prompt:
         """The prompt of a continuation, with what is compressed before the rest is read."""
         first = len(context) - 1
-        if text is not None and self._splits_contexts:
+        if text is not None and self._splits_contexts and len(context) > 1:
             self._asked.setdefault(text[0], self._asked[text])
             first = _common(self.tok_encode(self._until_question(text[0])), context)
         return self._fit(text, context, first, self.max_length + 1 - len(continuation))
@@ -432,6 +453,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         by_budget: dict[Any, list[list[Scored]]] = {}
         for prefix in sorted(by_prefix, key=len, reverse=True):
             by_budget.setdefault(self._budgets(len(prefix)), []).append(by_prefix[prefix])
+        # A budget that is set anew when the question ends may then differ.
+        size = 1 if self._splits_contexts and self._evicts_later else size
         for group in by_budget.values():
             rest = iter(group)
             while batch := list(islice(rest, size)):
@@ -444,7 +467,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         assert self.policy is not None
         ids, mask = _padded([list(group[0].prefix) for group in batch], 0)
         ids, mask = ids.to(self.device), mask.to(self.device)
-        cache = CompressedCache(self.model, self.policy, prompt_length=ids.shape[1])
+        policy = self._policy_for_context if self._splits_contexts else self.policy
+        cache = CompressedCache(self.model, policy, prompt_length=ids.shape[1])
         self._feed(ids, cache, mask)
         held = held_rows(cache, mask.sum(dim=1).tolist())
         waiting: dict[int, list[tuple[int, Scored]]] = {}
@@ -497,17 +521,17 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
 
     def _dense(self, prompt: Prompt) -> tuple[float, float, float]:
         """What an uncompressed cache holds of a prompt."""
-        if self._token_bytes is None:
+        if self._sample_cache is None:
             first = torch.tensor([prompt.ids[:1]], device=self.device)
             with torch.no_grad():
-                cache = cache_of(self.model(first, use_cache=True))
-            self._token_bytes = held_rows(cache, [1])[0][1]
-        size = len(prompt.ids) * self._token_bytes
+                self._sample_cache = cache_of(self.model(first, use_cache=True))
+        size = float(dense_bytes(self._sample_cache, len(prompt.ids)))
         return float(len(prompt.ids)), size, size
 
     def _must_evict(self, prompt: Prompt, seen: int) -> bool:
-        assert self.policy is not None
-        layers = range(len(hosted_layers(self.config)))
+        if self.policy is None:
+            return False
+        layers = range(self._layers)
         part, slack = self.policy.part("prefill"), 0
         if part is None:
             part = self.policy.part("decode")
@@ -530,10 +554,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         Raises:
             EvaluationError: Nothing was evicted where the policy has to.
         """
-        for prompt, length, (tokens, held_bytes, dense_bytes) in zip(
-            prompts, lengths, held, strict=True
-        ):
-            if self.policy is not None and tokens >= length and self._must_evict(prompt, length):
+        for prompt, length, (tokens, held_bytes, dense) in zip(prompts, lengths, held, strict=True):
+            if prompt.context and tokens >= length and self._must_evict(prompt, length):
                 raise EvaluationError(
                     f"{self.policy} evicted nothing of a prompt of {len(prompt.ids)} tokens, which "
                     "is more than its budget: the scores would be the uncompressed model's. This "
@@ -547,12 +569,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
                     seen_tokens=length,
                     held_tokens=tokens,
                     held_bytes=held_bytes,
-                    dense_bytes=dense_bytes,
+                    dense_bytes=dense,
                     truncated=prompt.truncated,
                 )
-                key = (
-                    f"{_SAMPLES}{sample.task} {sample.doc_id} {request.request_type} {request.idx}"
-                )
+                key = _SAMPLES + hash_args(sample.task, (request.request_type, request.args))
+                key += f" {sample.doc_id} {request.idx}"
                 self._samples[key] = sample
                 if self.cache_hook.dbdict is not None:
                     self.cache_hook.dbdict[key] = asdict(sample)
@@ -582,7 +603,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
     def _probe(self, size: int, tokens: int) -> int:
         """Prefill a batch as big as that and feed one more token; gives its size."""
         ids = torch.ones(size, tokens, dtype=torch.long, device=self.device)
-        cache: Any = transformers.DynamicCache(config=self.config)
+        cache: Any = transformers.DynamicCache(config=self.model.config)
         if self.policy is not None:
             cache = CompressedCache(self.model, self.policy, prompt_length=tokens)
         self._feed(ids, cache)
@@ -604,9 +625,9 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             if known != mine:
                 other = {} if known is None else known
                 differs = [
-                    f"{name} was {other.get(name)!r}, is {value!r}"
-                    for name, value in mine.items()
-                    if other.get(name) != value
+                    f"{name} was {other.get(name)!r}, is {mine.get(name)!r}"
+                    for name in dict.fromkeys([*mine, *other])
+                    if other.get(name) != mine.get(name)
                 ]
                 raise EvaluationError(
                     "--use_cache: this file has answers of another run, and they would be taken "
@@ -623,19 +644,10 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             "policy": UNCOMPRESSED if self.policy is None else self.policy.to_string(),
             **self.settings,
             "model": model if isinstance(model, str) else self.config.name_or_path,
-            **{name: str(getattr(self, name)) for name in ("revision", "peft", "delta")},
-            "tokenizer": self.tokenizer_name,
+            **self._given,
             "dtype": str(self.model.dtype),
-            "attention": self.config._attn_implementation,
+            "attention": self.model.config._attn_implementation,
             "max_length": self.max_length,
-            **{
-                name: str(getattr(self, name))
-                for name in ("add_bos_token", "chat_template_args", "enable_thinking")
-            },
-            **{
-                name: str(getattr(self, name))
-                for name in ("think_end_token", "truncation", "prefix_token_id", "softmax_dtype")
-            },
             **_versions(),
         }
 

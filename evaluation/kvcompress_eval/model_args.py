@@ -10,9 +10,6 @@ from kvcompress.plugins import policy_from, registry
 from kvcompress.policy import Policy
 from kvcompress_eval.comparison import UNCOMPRESSED
 
-PASSED_ON = ("attn_implementation", "cache_dir", "device_map", "local_files_only", "token")
-"""Arguments of `from_pretrained` that look like none of ours and are often used."""
-
 
 def split_fields(
     arguments: Mapping[str, Any], ours: Iterable[str], known: type
@@ -34,7 +31,7 @@ def split_fields(
     fields = {
         field for entry in registry().policies.values() for field in entry.policy.model_fields
     }
-    theirs = set(inspect.signature(known).parameters) | set(PASSED_ON)
+    theirs = set(inspect.signature(known).parameters)
     candidates = sorted(fields | set(ours) | {"policy"})
     for name in arguments:
         if name in fields or name in theirs:

@@ -1,6 +1,6 @@
 """What the caches of an evaluation held: one record for each request, and their summary."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -35,46 +35,74 @@ class Sample:
         return self.held_tokens < self.seen_tokens
 
 
-def held_rows(cache: Any, lengths: Sequence[int]) -> list[tuple[float, float, float]]:
+def held_rows(
+    cache: Any, lengths: Sequence[int], evicts_later: bool = False
+) -> list[tuple[float, float, float]]:
     """What a cache holds of every row of its batch, padding not counted.
 
     Args:
         cache: As a model left it; with beams, several of its rows stand for each of `lengths`.
-        lengths: Real tokens that each row has seen.
+        lengths: Real tokens that each row has seen; rows of a batch that ended early have more
+            behind them.
+        evicts_later: Whether those may have taken the place of real ones.
 
     Returns:
-        For each row: tokens held (mean over KV heads and the layers with full attention), bytes
+        For each row: tokens held (mean over KV heads and the layers that are compressed), bytes
         held, and bytes that an uncompressed cache would hold.
     """
     rows = len(lengths)
-    held, held_bytes, dense_bytes = [], [0.0] * rows, [0.0] * rows
+    held: list[list[float]] = []
+    held_bytes = [0.0] * rows
     for layer in cache.layers:
-        hosted = hasattr(layer, "positions")
-        if not hosted and type(layer) is not DynamicLayer:
-            # Left alone: a window or a state of fixed size.
-            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
-            share = sum(tensor.nbytes for tensor in tensors) / rows
-            held_bytes = [size + share for size in held_bytes]
-            dense_bytes = [size + share for size in dense_bytes]
+        if not hasattr(layer, "positions"):
+            own = [dense_layer_bytes(layer, length) / _batch(layer, rows) for length in lengths]
+            held_bytes = [total + size for total, size in zip(held_bytes, own, strict=True)]
             continue
-        width = sum(kept.shape[-1] * kept.element_size() for kept in (layer.keys, layer.values))
-        batch, heads = layer.keys.shape[:2]
-        counts = [float(length) for length in lengths]
-        if hosted:
-            repeats = batch // rows
-            limit = torch.tensor(lengths, device=layer.keys.device).repeat_interleave(repeats)
-            positions = layer.positions
-            real = (positions >= 0) & (positions < limit[:, None, None])
-            counts = (
-                real.sum(dim=-1).float().mean(dim=-1).view(rows, repeats).mean(dim=1)
-            ).tolist()
+        repeats, heads = layer.keys.shape[0] // rows, layer.keys.shape[1]
+        limit = torch.tensor(lengths, device=layer.keys.device).repeat_interleave(repeats)
+        real = layer.positions >= 0
+        if not evicts_later:
+            real &= layer.positions < limit[:, None, None]
+        count = real.sum(dim=-1).clamp(max=limit[:, None]).double().mean(dim=-1)
+        counts: list[float] = count.view(rows, repeats).mean(dim=1).tolist()
         held.append(counts)
-        held_bytes = [
-            a + count * heads * width for a, count in zip(held_bytes, counts, strict=True)
-        ]
-        dense_bytes = [a + own * heads * width for a, own in zip(dense_bytes, lengths, strict=True)]
-    means = [fmean(by_layer) for by_layer in zip(*held, strict=True)]
-    return list(zip(means, held_bytes, dense_bytes, strict=True))
+        width = heads * _row_bytes(layer)
+        held_bytes = [a + own * width for a, own in zip(held_bytes, counts, strict=True)]
+    means = [fmean(by_layer) for by_layer in zip(*held, strict=True)] or [float(n) for n in lengths]
+    dense = [dense_bytes(cache, length, rows) for length in lengths]
+    return list(zip(means, held_bytes, dense, strict=True))
+
+
+def dense_bytes(cache: Any, length: int, rows: int = 1) -> float:
+    """Bytes of one row of a cache of this kind that has seen `length` tokens, nothing evicted."""
+    return sum(dense_layer_bytes(layer, length) / _batch(layer, rows) for layer in cache.layers)
+
+
+def dense_layer_bytes(layer: Any, length: int) -> float:
+    """Of one layer; of all rows of its batch where it has a state of fixed size."""
+    if isinstance(layer, DynamicLayer):  # ours, too, and those with a window
+        window = getattr(layer, "sliding_window", None)
+        held = length if window is None else min(length, window)
+        assert layer.keys is not None
+        return held * layer.keys.shape[1] * _row_bytes(layer)
+    return sum(tensor.nbytes for tensor in _tensors(vars(layer).values()))
+
+
+def _batch(layer: Any, rows: int) -> int:
+    return 1 if isinstance(layer, DynamicLayer) else rows
+
+
+def _row_bytes(layer: Any) -> int:
+    """Of one token in one head."""
+    return sum(kept.shape[-1] * kept.element_size() for kept in (layer.keys, layer.values))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (dict, list, tuple)):
+            yield from _tensors(value.values() if isinstance(value, dict) else value)
 
 
 def summary(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:

@@ -30,19 +30,31 @@ class Finder:
         """A spec of `lm_eval.models` that registers; None for every other module."""
         if name != WAITS_FOR:
             return None
-        sys.meta_path.remove(cls)
-        from importlib.util import find_spec
+        for finder in sys.meta_path:
+            find = None if finder is cls else getattr(finder, "find_spec", None)
+            spec = find and find(name, path, target)
+            if spec:
+                return registering(spec)
+        return None
 
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
 
-            def run_and_register(module):
-                run(module)
+def registering(spec):
+    """The spec, whose module will be followed by our names."""
+    run = getattr(spec.loader, "exec_module", None)
+    if run is not None:
+
+        def run_and_register(module):
+            run(module)
+            try:
                 register()
+            except Exception as error:  # lm_eval itself must go on working
+                import warnings
 
-            spec.loader.exec_module = run_and_register
-        return spec
+                names = ", ".join(NAMES)
+                warnings.warn(f"lm_eval will not know {names}: {error!r}", stacklevel=2)
+
+        spec.loader.exec_module = run_and_register
+    return spec
 
 
 def install():

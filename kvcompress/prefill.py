@@ -1,0 +1,209 @@
+"""Prefill in bounded memory: a long prompt in chunks, the cache cut after each of them.
+
+Early chunks are judged by what the prompt ends in, as FINCH does (Corallo & Papotti 2024,
+arXiv:2408.00167): after every chunk the prompt's last tokens, the look-ahead, are fed at their true
+positions, vote, and are taken out again.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvcompress.cache import KVLayer
+from kvcompress.errors import PolicyConfigError, ShapeError, UnsupportedModeError
+from kvcompress.hosting import CompressedCache, state_of
+from kvcompress.policy import Policy
+from kvcompress.state import Turn
+
+Progress = Callable[[int, int], None]
+"""Told the tokens that were read, and all of them."""
+
+
+def default_lookahead(policy: Policy, num_layers: int) -> int:
+    """How many of the prompt's last tokens vote after every chunk: as many queries as are read.
+
+    None if the policy keeps a record of all queries, in which they would count once a chunk.
+    """
+    part = policy.part("prefill")
+    if part is None or policy.observer("prefill") is not None:
+        return 0
+    return max(part.query_tokens(layer, num_layers) for layer in range(num_layers))
+
+
+class ChunkedPrefill:
+    """The prefill of one prompt: what is fed when, and what is taken out again.
+
+    Args:
+        model: Whatever is called with tokens.
+        cache: An empty compressed cache.
+        cache_name: What the model calls it.
+        input_ids: batch x prompt.
+        attention_mask: The same; 0 for padding, at the left.
+        chunk_size: Tokens that are fed between two evictions.
+        lookahead: How many of the prompt's last tokens vote after every chunk; None for
+            `default_lookahead`. With 0 every chunk is judged by its own end.
+        hold_back: How many tokens at the prompt's end are to be fed again.
+
+    Raises:
+        PolicyConfigError: The policy's budget is not fixed, or leaves no room beside these tokens.
+        ShapeError: The sizes do not fit together.
+        UnsupportedModeError: The policy cannot act like this.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: CompressedCache,
+        cache_name: str,
+        input_ids: Int[Tensor, "batch prompt"],
+        attention_mask: Int[Tensor, "batch prompt"] | Bool[Tensor, "batch prompt"] | None,
+        *,
+        chunk_size: int,
+        lookahead: int | None,
+        hold_back: int,
+    ) -> None:
+        state = state_of(cache)
+        assert state is not None
+        self._model, self._cache, self._state, self._name = model, cache, state, cache_name
+        self._ids = input_ids
+        self._mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        self._positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
+        if lookahead is None:
+            lookahead = default_lookahead(state.policy, state.num_layers)
+            lookahead = min(lookahead, max(input_ids.shape[1] - hold_back, 0))
+        self._chunk, self._lookahead, self._hold_back = chunk_size, lookahead, hold_back
+        self._check()
+
+    def _check(self) -> None:
+        total, policy, layers = self._ids.shape[1], self._state.policy, self._state.num_layers
+        sizes = {"chunk_size": (self._chunk, 1), "lookahead": (self._lookahead, 0)}
+        sizes |= {"hold_back": (self._hold_back, 0)}
+        for name, (value, least) in sizes.items():
+            if value < least:
+                raise ShapeError(f"{name}={value} must be at least {least}.")
+        for name in ("lookahead", "hold_back"):
+            if sizes[name][0] >= total:
+                raise ShapeError(
+                    f"{name}={sizes[name][0]}, and the prompt has {total} tokens: it must be "
+                    f"shorter. Use {name}=0, or a longer prompt."
+                )
+        if self._mask.shape != self._ids.shape:
+            raise ShapeError(
+                f"attention_mask is {tuple(self._mask.shape)} and input_ids "
+                f"{tuple(self._ids.shape)}; both must be (batch, prompt)."
+            )
+        part = policy.part("prefill")
+        if part is None:
+            raise UnsupportedModeError(
+                f"{policy} leaves the prompt whole, so its cache cannot be bounded. Compose it "
+                "with a policy for the prompt."
+            )
+        if part.keep_ratio is not None:
+            raise PolicyConfigError(
+                f"{part} keeps a share of the prompt, which bounds nothing. Give it a capacity."
+            )
+        if self._lookahead and policy.observer("prefill") is not None:
+            raise UnsupportedModeError(
+                f"{policy} keeps a record of all queries, in which the look-ahead would count once "
+                f"for every chunk. Use lookahead=0 instead of {self._lookahead}."
+            )
+        if self._lookahead and any(part.reindexed_tokens(i, layers) for i in range(layers)):
+            raise UnsupportedModeError(
+                f"{policy} moves keys to other positions, and the look-ahead is fed at its true "
+                f"ones. Use lookahead=0 instead of {self._lookahead}."
+            )
+        extra = max(self._lookahead, self._hold_back)
+        least = min(part.budget(total, layer, layers) for layer in range(layers))
+        if least <= extra:
+            raise PolicyConfigError(
+                f"{part} keeps {least} rows in some layer, and lookahead={self._lookahead}, "
+                f"hold_back={self._hold_back} need more than {extra}. Use a larger capacity or "
+                "smaller ones of these."
+            )
+        pads = self._mask.argmax(dim=1)
+        if not torch.equal(self._mask.sum(dim=1), total - pads):
+            raise UnsupportedModeError(
+                "The attention mask hides tokens that are not padding at the left of their row. "
+                "Pad at the left (tokenizer.padding_side = 'left')."
+            )
+        shortest = total - int(pads.max())
+        if shortest <= extra:
+            raise UnsupportedModeError(
+                f"A row has {shortest} real tokens, and lookahead={self._lookahead}, "
+                f"hold_back={self._hold_back} need more than {extra}. Run it by itself, or use "
+                "smaller ones of these."
+            )
+        if int(pads.max()):
+            self._state.set_padding(pads)
+
+    @torch.no_grad()
+    def run(self, progress: Progress | None = None) -> None:
+        """Feed all of the prompt."""
+        total, fed = self._ids.shape[1], 0
+        # Counted from the end, so that a row is cut alike with and without padding before it. What
+        # is left at the end has nothing to look ahead to, and is long enough to vote itself.
+        last = total - self._chunk - self._lookahead
+        self._state.padding_given = True
+        for end in reversed(range(last, 0, -self._chunk)):
+            if self._lookahead:
+                self._read(fed, end)
+                self._read_and_evict(total - self._lookahead, total, back=self._lookahead)
+            else:
+                self._read_and_evict(fed, end)
+            fed = end
+            if progress is not None:
+                progress(fed, total)
+        self._read_end(fed, total)
+        self._state.padding_given = False
+        if progress is not None:
+            progress(total, total)
+
+    def _read_end(self, fed: int, total: int) -> None:
+        last = total - self._hold_back
+        if self._hold_back and self._state.policy.observer("prefill") is not None:
+            # Its record could not forget them: they are left for when they are fed for good.
+            self._read_and_evict(fed, last)
+            return
+        if self._hold_back and self._others() and last > fed:
+            self._read(fed, last)
+            fed = last
+        self._read_and_evict(fed, total, back=self._hold_back)
+
+    def _read(self, start: int, end: int) -> None:
+        """Feed a part of the prompt; nothing is evicted."""
+        self._state.turn = Turn(0, self._ids.shape[1] + 1)
+        self._forward(start, end)
+
+    def _read_and_evict(self, start: int, end: int, back: int = 0) -> None:
+        """Feed a part of the prompt, evict, and take the last `back` of these tokens out again."""
+        others = copy.deepcopy(self._others()) if back else {}
+        self._state.turn = Turn(0, self._state.counts[0].seen + end - start)
+        self._state.passing = back
+        self._forward(start, end)
+        self._state.passing = 0
+        if back:
+            for layer in self._cache.layers:
+                if isinstance(layer, KVLayer):
+                    layer.take_back(back)
+        for number, layer in others.items():
+            self._cache.layers[number] = layer
+
+    def _others(self) -> dict[int, Any]:
+        """Layers with windows or states: what they have read they cannot forget."""
+        layers = enumerate(self._cache.layers)
+        return {number: layer for number, layer in layers if not isinstance(layer, KVLayer)}
+
+    def _forward(self, start: int, end: int) -> None:
+        seen = self._state.counts[0].seen
+        self._model(
+            self._ids[:, start:end],
+            attention_mask=torch.cat([self._mask[:, :seen], self._mask[:, start:end]], dim=1),
+            position_ids=self._positions[:, start:end],
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._name: self._cache},
+        )
