@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import (
+    CacheFileError,
     DuplicatePolicyError,
     EvaluationError,
     KVCompressError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheFileError",
     "ComposedPolicy",
     "CompressedCache",
     "DecodePolicy",

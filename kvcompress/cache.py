@@ -490,6 +490,32 @@ class KVLayer(DynamicLayer, HostedLayer):
             query = torch.cat(self._recent, dim=2)[:, :, :-count]
             self._recent = [query] if query.shape[2] else []
 
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that the layer holds, as tensors and plain values."""
+        rows, counts = self.rows, self.counts
+        rows.restore_order()
+        return {
+            "keys": rows.keys,
+            "values": rows.values,
+            "columns": rows.columns(),
+            "front": rows.front,
+            "state": dict(rows.state),
+            "recent": self._recent,
+            "unseen": self._unseen,
+            "counts": [counts.seen, counts.settled, counts.budget, counts.spared],
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Hold what a snapshot says."""
+        self._forget()
+        self.lazy_initialization(values["keys"], values["values"])
+        self.rows.restore(values)
+        self._recent, self._unseen = list(values["recent"]), list(values["unseen"])
+        counts = self.counts
+        counts.held = values["keys"].shape[2]
+        counts.seen, counts.settled, counts.budget, counts.spared = values["counts"]
+        self._account()
+
     # What transformers calls.
 
     def offload(self) -> None:

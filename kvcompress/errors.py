@@ -9,6 +9,7 @@ KVCompressError
 ├── UnsupportedCacheError                      the cache cannot be hosted
 ├── UnsupportedModeError                       this way of calling the model cannot be hosted
 ├── PressStateError       (also RuntimeError)  calls in an order that would give wrong results
+├── CacheFileError                             a saved cache is damaged, or another model's
 ├── EvaluationError                            an evaluation cannot run, or would mislead
 ├── MissingModelError                          the embedded default model is not installed
 └── ShapeError            (also ValueError)    tensors whose shapes do not fit together
@@ -49,6 +50,10 @@ class UnsupportedModeError(KVCompressError):
 
 class PressStateError(KVCompressError, RuntimeError):
     """Contexts, caches and calls were combined in an order that would give wrong results."""
+
+
+class CacheFileError(KVCompressError):
+    """A file holds no cache that this model could go on from."""
 
 
 class EvaluationError(KVCompressError):

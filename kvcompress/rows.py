@@ -4,6 +4,7 @@ Everything that belongs to a row (key, value, column, the policy's state) change
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Int64
@@ -125,6 +126,12 @@ class Rows:
     def adopt(self, keys: Tensor, values: Tensor) -> None:
         """Take over tensors as they are."""
         self._keys, self._values, self.device = keys, values, keys.device
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take over the tensors of a snapshot."""
+        self.adopt(values["keys"], values["values"])
+        self._columns, self._written = values["columns"], values["keys"].shape[2]
+        self.front, self.state = values["front"], dict(values["state"])
 
     def move(self, device: torch.device | str) -> None:
         """Keys and values to another device: offloading."""

@@ -4,13 +4,14 @@ import copy
 import inspect
 import threading
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvcompress import attention
@@ -26,6 +27,7 @@ from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
 from kvcompress.prefill import ChunkedPrefill, Progress
 from kvcompress.report import Report
+from kvcompress.saving import load_cache, save_cache
 from kvcompress.state import CacheState
 
 _pressed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -265,6 +267,32 @@ class Session:
         else:
             own.held_back = output.sequences[:, -1:]
         return output
+
+    def save(
+        self,
+        cache: CompressedCache,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Write a cache to one file; see `kvcompress.saving.save_cache`."""
+        save_cache(cache, path, self._model, tokenizer)
+
+    def load(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> CompressedCache:
+        """A cache from a file; see `kvcompress.saving.load_cache`.
+
+        Raises:
+            CacheFileError: The file cannot be used with this model.
+            PressStateError: It was compressed by another policy.
+        """
+        cache = load_cache(path, self._model, tokenizer)
+        if cache.policy != self.policy:
+            raise PressStateError(
+                f"{path} was compressed by {cache.policy}, and this context asks for "
+                f"{self.policy}. Load it under its own policy."
+            )
+        return cache
 
     def adopt(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Host the cache that `module` is called with; supply one if it would make its own."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
@@ -313,6 +314,24 @@ class CacheState:
         """The last hosted layer has attended."""
         if self.phase == "decode" and self.evicts_now:
             self.since_eviction = 0
+        self.history.add(self.counts[0].seen, sum(count.held for count in self.counts))
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a cache needs beside its rows to go on, as plain values."""
+        turn = self.turn
+        return {
+            "turn": [turn.start, turn.end, turn.open],
+            "since_eviction": self.since_eviction,
+            "pads": self.pads,
+            "expands_latents": self.expands_latents,
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Go on from a snapshot; the layers have been restored."""
+        self.turn = Turn(*values["turn"])
+        self.since_eviction = values["since_eviction"]
+        self.expands_latents = values["expands_latents"]
+        self.set_padding(values["pads"])
         self.history.add(self.counts[0].seen, sum(count.held for count in self.counts))
 
     def report(self) -> Report:

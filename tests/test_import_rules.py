@@ -36,7 +36,7 @@ RANKS = [
     {"quantized"},
     {"cache"},
     {"hosting"},
-    {"prefill"},
+    {"prefill", "saving"},
     {"session"},
     {"testing"},
     {"cli"},
