@@ -154,19 +154,17 @@ class CacheState:
         generation = current_generation()
         if generation is not None and generation.serial == self.generation:
             return
-        end = self.turn.end
-        if generation is not None and end is not None and first < end == generation.prompt_end:
-            generation.hosted = True
-            self.generation = generation.serial  # the end of a prompt that was prefilled before
-            return
         # Later ones in the same call hold something else (the negative prompt of guidance).
         if generation is not None and not generation.hosted:
             generation.hosted = True
             generation.check_unfed(first)  # again here: a plain cache may just have been adopted
             if generation.drafts:
                 self._refuse_drafts()
-            # A wrapper may add to the prompt of `generate`, as the virtual tokens of PEFT.
             self.generation = generation.serial
+            end = self.turn.end
+            if not self.turn.open and end is not None and first < end == generation.prompt_end:
+                return  # what was held back of a prompt that has been judged
+            # A wrapper may add to the prompt of `generate`, as the virtual tokens of PEFT.
             self.turn = Turn(first, max(generation.prompt_end or 0, first + new))
         elif self.forward_is_turn:
             if new > 1 or first == 0:

@@ -76,6 +76,18 @@ def test_other_examples_run(make_model, prompt, capsys):
     assert "layers hosted" in capsys.readouterr().out
 
 
+def test_the_examples_of_long_prompts_run(make_model, prompt):
+    document = ROOT / "docs" / "long-prompts.md"
+    code = blocks("python", document)
+    assert len(code) == document.read_text().count("```python") == 3
+    names = {"model": make_model(), "inputs": prompt(400)}
+    for block in code:
+        exec(compile(block, document.name, "exec"), names)
+    assert names["cache"].report().layers[0].held_tokens == 64
+    assert names["again"].get_seq_length() == 380
+    assert names["first"].shape == names["second"].shape == (1, 5)
+
+
 def test_compositions_in_the_readme_can_be_read():
     from kvcompress import policy_from
 

@@ -240,6 +240,19 @@ def test_batches_that_cannot_be_are_refused(make_model, prompt):
         session.prefill(**batch, chunk_size=16)
 
 
+def test_drafts_are_refused_as_ever_by_policies_that_evict_later(make_model, prompt):
+    from kvcompress import CompressedCache, UnsupportedModeError, press
+
+    model, ids = make_model(), prompt(70)["input_ids"]
+    drafts = {"prompt_lookup_num_tokens": 3, "eos_token_id": 100}
+    for cache in (
+        CompressedCache(model, "tova:capacity=24", prompt_length=70),
+        press(model, "tova:capacity=24").prefill(ids, chunk_size=32),
+    ):
+        with pytest.raises(UnsupportedModeError, match="draft tokens"):
+            model.generate(ids, past_key_values=cache, **drafts, **GREEDY)
+
+
 # Many questions about one context.
 
 

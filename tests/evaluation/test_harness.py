@@ -392,6 +392,7 @@ def test_missing_data_of_a_scorer_is_noticed_before_answers(make_lm, monkeypatch
         lm.generate_until(questions(PROMPTS[:1], docs=[doc]))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_that_learn_a_prompt_are_refused(make_lm, tmp_path):
     from peft import PromptTuningConfig, TaskType, get_peft_model
 
