@@ -262,7 +262,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if not own:
             state.check_latents()
         if self.index == 0 and new > 1:
-            if not state.padding_given:
+            if state.total is None:
                 state.read_padding(call, new)
             state.check_positions(call.position_ids, self.counts.seen - new, new)
         self._facts = {"scaling": call.scaling, "softcap": call.softcap, "sinks": call.sinks}
@@ -363,7 +363,8 @@ class KVLayer(DynamicLayer, HostedLayer):
 
     def _set_decode_quota(self, rows: int, trailing: int) -> None:
         state, policy = self.state, self.state.decode
-        if policy is None:
+        unfinished = state.total is not None and self.counts.seen < state.total
+        if policy is None or unfinished:
             return
         lengths = state.prompt_lengths()
         self.counts.budget = batch_budget(policy, lengths, self.index, state.num_layers, grows=True)

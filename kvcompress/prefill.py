@@ -74,7 +74,8 @@ class ChunkedPrefill:
         self._positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
         if lookahead is None:
             lookahead = default_lookahead(state.policy, state.num_layers)
-            lookahead = min(lookahead, max(input_ids.shape[1] - hold_back, 0))
+            shortest = int(self._mask.sum(dim=1).min())
+            lookahead = min(lookahead, max(shortest - max(hold_back, 1), 0))
         self._chunk, self._lookahead, self._hold_back = chunk_size, lookahead, hold_back
         self._check()
 
@@ -147,7 +148,8 @@ class ChunkedPrefill:
         # Counted from the end, so that a row is cut alike with and without padding before it. What
         # is left at the end has nothing to look ahead to, and is long enough to vote itself.
         last = total - self._chunk - self._lookahead
-        self._state.padding_given = True
+        observed = self._state.policy.observer("prefill") is not None
+        self._state.total = total - self._hold_back if observed else total
         for end in reversed(range(last, 0, -self._chunk)):
             if self._lookahead:
                 self._read(fed, end)
@@ -158,7 +160,7 @@ class ChunkedPrefill:
             if progress is not None:
                 progress(fed, total)
         self._read_end(fed, total)
-        self._state.padding_given = False
+        self._state.total = None
         if progress is not None:
             progress(total, total)
 

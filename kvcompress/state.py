@@ -87,8 +87,9 @@ class CacheState:
         self.torn = False
         self.passing = 0
         """How many of the newest rows will be taken out again after they were judged by."""
-        self.padding_given = False
-        """Whether the padding is known, and masks need not tell: a chunk may be nothing else."""
+        self.total: int | None = None
+        """Tokens of a prompt that comes in chunks, each with an eviction. Its padding is known, and
+        masks need not tell it: a chunk may be nothing else."""
         self.updated = self.attended = 0
         self.since_eviction = 0
         self.history = History()
@@ -304,8 +305,8 @@ class CacheState:
         return self._pads_by_row
 
     def prompt_lengths(self) -> list[int]:
-        """Real tokens of every row when the turn ends."""
-        end = self.turn.end or 0
+        """Real tokens of every row when the turn ends, or all chunks of the prompt have."""
+        end = self.turn.end or 0 if self.total is None else self.total
         return [end - pads for pads in self.pads_by_row()]
 
     def end_forward(self) -> None:

@@ -31,18 +31,11 @@ from kvcompress.models import DEFAULT_MODEL, default_path
 from kvcompress.session import cache_argument
 from kvcompress_eval.comparison import UNCOMPRESSED
 from kvcompress_eval.measure import cache_of
-from kvcompress_eval.model_args import make_policy, split_fields
+from kvcompress_eval.model_args import check_settings, make_policy, split_fields
 from kvcompress_eval.nltk_data import check_punkt
 from kvcompress_eval.samples import Sample, dense_bytes, held_rows, summary
 
 logger = logging.getLogger(__name__)
-
-OURS = {
-    "truncate": ("left", "middle"),
-    "compress": ("prompt", "context"),
-    "rolling": ("refuse", "uncompressed"),
-}
-"""The adapter's own arguments beside `policy`, and what each may be."""
 
 _FINGERPRINT = "kvcompress fingerprint"
 _SAMPLES = "kvcompress samples "
@@ -99,6 +92,10 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             question is seen, as a cache of prefixes would; prompts are then answered one by one.
         rolling: Perplexities of whole texts have no prompt that could be compressed; they are
             refused, unless they are to be computed `uncompressed`.
+        prefill_chunk_size: Read prompts in chunks of as many tokens, in memory that does not depend
+            on their length; see `Session.prefill`. No effect with `policy=none`.
+        lookahead: With `prefill_chunk_size`: the prompt's last tokens that vote after every chunk.
+            None do with `compress=context`.
         **arguments: Fields of the policy, and whatever HFLM takes.
 
     Raises:
@@ -115,15 +112,19 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         truncate: Literal["left", "middle"] = "left",
         compress: Literal["prompt", "context"] = "prompt",
         rolling: Literal["refuse", "uncompressed"] = "refuse",
+        prefill_chunk_size: int | None = None,
+        lookahead: int | None = None,
         **arguments: Any,
     ) -> None:
-        self.settings = {"truncate": truncate, "compress": compress, "rolling": rolling}
-        for name, value in self.settings.items():
-            if value not in OURS[name]:
-                raise EvaluationError(
-                    f"model_args: {name}={value!r}; it can be {' or '.join(OURS[name])}."
-                )
-        fields, arguments = split_fields(arguments, OURS, HFLM)
+        self.settings: dict[str, Any] = {
+            "truncate": truncate,
+            "compress": compress,
+            "rolling": rolling,
+            "prefill_chunk_size": prefill_chunk_size,
+            "lookahead": lookahead,
+        }
+        check_settings(self.settings)
+        fields, arguments = split_fields(arguments, self.settings, HFLM)
         self.policy = make_policy(policy, fields)
         if compress == "context" and arguments.get("truncation"):
             raise EvaluationError(
@@ -298,6 +299,9 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         budgets = [[part.budget(length, each, len(layers)) for each in layers] for part in parts]
         # Rows shorter than what is kept would bring padding among the rows that always stay.
         alone = self.policy.spares_prompt and length <= max(budgets[0])
+        # So would one that is shorter than what looks ahead: none of a batch then reads in chunks.
+        chunk = self.settings["prefill_chunk_size"]
+        alone |= chunk is not None and length <= chunk
         return str(budgets), length if alone else None
 
     def _answer(self, ids: Tensor, prompts: list[Prompt], **kwargs: Any) -> Tensor:
@@ -306,11 +310,13 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             output = super()._model_generate(ids, **kwargs)
         elif self._splits_contexts:
             policy, first = self._policy_for_context, prompts[0].context
-            cache = CompressedCache(self.model, policy, prompt_length=first)
-            self._feed(ids[:, :first], cache)
+            cache = self._compressed(policy, ids[:, :first])
             output = super()._model_generate(ids, **{self._cache_name: cache}, **kwargs)
         else:
-            with press(self.model, self.policy):
+            with press(self.model, self.policy) as session:
+                if self.settings["prefill_chunk_size"]:
+                    mask = kwargs["attention_mask"]
+                    kwargs[self._cache_name] = session.prefill(ids, mask, **self._chunks(mask))
                 output = super()._model_generate(ids, **kwargs)
         sequences: Tensor = output.sequences
         lengths = [
@@ -333,6 +339,25 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             return any(end in text for end in stop)
 
         return bisect.bisect_left(range(size), True, key=stopped)
+
+    def _compressed(
+        self, policy: Policy, ids: Tensor, mask: Tensor | None = None
+    ) -> CompressedCache:
+        """A cache that has read `ids` and been cut."""
+        if self.settings["prefill_chunk_size"]:
+            mask = torch.ones_like(ids) if mask is None else mask
+            session = press(self.model, policy)
+            return session.prefill(ids, mask, hold_back=0, **self._chunks(mask))
+        cache = CompressedCache(self.model, policy, prompt_length=ids.shape[1])
+        self._feed(ids, cache, mask)
+        return cache
+
+    def _chunks(self, mask: Tensor) -> dict[str, Any]:
+        """How a prompt is read in chunks; a short one has less to look ahead to."""
+        lookahead = 0 if self._splits_contexts else self.settings["lookahead"]
+        if lookahead is not None:
+            lookahead = min(lookahead, int(mask.sum(dim=1).min()) - 1)
+        return {"chunk_size": self.settings["prefill_chunk_size"], "lookahead": lookahead}
 
     def _feed(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
         """Logits of all `ids` but, for the first call on a cache, only those of the last token."""
@@ -468,8 +493,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         ids, mask = _padded([list(group[0].prefix) for group in batch], 0)
         ids, mask = ids.to(self.device), mask.to(self.device)
         policy = self._policy_for_context if self._splits_contexts else self.policy
-        cache = CompressedCache(self.model, policy, prompt_length=ids.shape[1])
-        self._feed(ids, cache, mask)
+        cache = self._compressed(policy, ids, mask)
         held = held_rows(cache, mask.sum(dim=1).tolist())
         waiting: dict[int, list[tuple[int, Scored]]] = {}
         for row, group in enumerate(batch):

@@ -10,6 +10,37 @@ from kvcompress.plugins import policy_from, registry
 from kvcompress.policy import Policy
 from kvcompress_eval.comparison import UNCOMPRESSED
 
+CHOICES = {
+    "truncate": ("left", "middle"),
+    "compress": ("prompt", "context"),
+    "rolling": ("refuse", "uncompressed"),
+}
+"""What some of the adapter's own arguments may be."""
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse values of the adapter's own arguments that they cannot have.
+
+    Raises:
+        EvaluationError: There is one.
+    """
+    for name, allowed in CHOICES.items():
+        if settings[name] not in allowed:
+            raise EvaluationError(
+                f"model_args: {name}={settings[name]!r}; it can be {' or '.join(allowed)}."
+            )
+    chunk, lookahead = settings["prefill_chunk_size"], settings["lookahead"]
+    for name, value, least in (("prefill_chunk_size", chunk, 1), ("lookahead", lookahead, 0)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise EvaluationError(
+                f"model_args: {name}={value!r}; it is a number of tokens, at least {least}."
+            )
+    if lookahead is not None and chunk is None:
+        raise EvaluationError(
+            "model_args: lookahead is for prompts that are read in chunks; give prefill_chunk_size "
+            "too."
+        )
+
 
 def split_fields(
     arguments: Mapping[str, Any], ours: Iterable[str], known: type

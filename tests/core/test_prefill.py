@@ -233,7 +233,7 @@ def test_batches_that_cannot_be_are_refused(make_model, prompt):
 
     session = press(make_model(), POLICY)
     with pytest.raises(UnsupportedModeError, match=r"A row has 5 real tokens, and lookahead=6"):
-        session.prefill(**prompt(130, 5), chunk_size=16)
+        session.prefill(**prompt(130, 5), chunk_size=16, lookahead=6)
     batch = prompt(130, 90)
     batch["attention_mask"] = batch["attention_mask"].flip(1)
     with pytest.raises(UnsupportedModeError, match="padding at the left"):

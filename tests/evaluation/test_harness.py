@@ -213,6 +213,49 @@ def test_left_is_what_hf_does(make_lm):
     assert ours.loglikelihood(choices(prompts)) == wanted
 
 
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_prompts_are_read_in_chunks(make_lm, fields):
+    from kvcompress import press
+
+    if "keep_ratio" in fields:
+        pytest.skip("a share of the prompt bounds nothing")
+    given = []
+    for batch_size in (1, 4):
+        lm = make_lm(**fields, prefill_chunk_size=48, batch_size=batch_size)
+        answers = lm.generate_until(questions(PROMPTS, tokens=12))
+        scores = lm.loglikelihood(choices(PROMPTS))
+        given.append((answers, [score for score, _ in scores]))
+    assert given[0][0] == given[1][0]
+    assert given[0][1] == pytest.approx(given[1][1], abs=1e-4)
+    ids = torch.tensor([lm.tok_encode(PROMPTS[2])])
+    with press(lm.model, lm.policy) as session:
+        cache = session.prefill(ids, chunk_size=48)
+        output = lm.model.generate(
+            ids, **{lm._cache_name: cache}, max_new_tokens=12, do_sample=False
+        )
+    assert lm.tok_decode(output[0, ids.shape[1] :]).startswith(given[0][0][2])
+    at_once = make_lm(**fields).loglikelihood(choices(PROMPTS))
+    assert [score for score, _ in at_once] != given[0][1]
+
+
+def test_chunks_of_a_capacity_that_is_not_reached_give_what_hf_gives(make_lm):
+    theirs = make_lm("theirs")
+    for compress in ("prompt", "context"):
+        docs = [{"context": prompt[:-9]} for prompt in PROMPTS]
+        lm = make_lm(capacity=1000, prefill_chunk_size=32, compress=compress, batch_size=2)
+        assert lm.generate_until(questions(PROMPTS, docs=docs)) == theirs.generate_until(
+            questions(PROMPTS)
+        )
+        for (mine, _), (stock, _) in zip(
+            lm.loglikelihood(choices(PROMPTS, docs=docs)),
+            theirs.loglikelihood(choices(PROMPTS)),
+            strict=True,
+        ):
+            assert mine == near(stock)
+    report = lm.get_model_info()["kvcompress"]
+    assert report["prefill_chunk_size"] == 32 and report["lookahead"] is None
+
+
 # A context that is compressed before its question is seen.
 
 
@@ -315,6 +358,8 @@ def test_contexts_whose_budgets_change_with_their_questions(make_lm):
         ({"truncate": "right"}, "EvaluationError", ["truncate='right'", "left or middle"]),
         ({"compress": "question"}, "EvaluationError", ["'question'", "prompt or context"]),
         ({"rolling": "off"}, "EvaluationError", ["refuse or uncompressed"]),
+        ({"prefill_chunk_size": 0}, "EvaluationError", ["prefill_chunk_size=0", "at least 1"]),
+        ({"lookahead": 4}, "EvaluationError", ["lookahead", "give prefill_chunk_size"]),
         ({"policy": "h2o", "kernel_size": 5}, "PolicyConfigError", ["kernel_size", "recent_ratio"]),
         ({"policy": "snapk"}, "UnknownPolicyError", ["snapk", "snapkv"]),
         ({"policy": "none", "capacity": 64}, "PolicyConfigError", ["none", "capacity"]),
