@@ -317,6 +317,12 @@ class CompressedCache(DynamicCache):
         host_cache(self, inner, policy_from(policy), prompt_length=prompt_length)
         self.held_back: Int[Tensor, "batch tokens"] | None = None
         """Tokens of the prompt, or of an answer, that are still to be fed."""
+        self.held_back_at = 0
+        """How many tokens the cache had seen when they were."""
+
+    def hold_back(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
+        """Note the tokens that come next in the text, and have not been fed."""
+        self.held_back, self.held_back_at = tokens, self.get_seq_length()
 
     @property
     def _state(self) -> CacheState:

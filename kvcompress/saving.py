@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from kvcompress.cache import KVLayer
 from kvcompress.errors import CacheFileError, UnsupportedCacheError
@@ -31,7 +32,7 @@ _FREE = ("transformers_version", "_name_or_path", "use_cache", "dtype", "torch_d
 
 
 def save_cache(
-    cache: CompressedCache,
+    cache: Cache,
     path: str | Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -49,16 +50,21 @@ def save_cache(
             that cannot be saved.
     """
     state = state_of(cache)
-    if state is None or not state.counts[0].seen or state.turn.open:
+    ended = state is not None and state.counts[0].seen and not state.turn.open
+    if state is None or not ended or not isinstance(cache, CompressedCache):
         raise UnsupportedCacheError(
-            "Only a cache whose prompt has ended can be saved. Make it by session.prefill(...), or "
-            "call cache.end_prefill()."
+            "Only a CompressedCache whose prompt has ended can be saved. Make it by "
+            "session.prefill(...), or pass one to generate."
         )
     from kvcompress import __version__
 
     tensors: dict[str, Tensor] = {}
     layers = [_of_layer(layer) for layer in cache.layers]
-    parts = {"layers": layers, "state": state.snapshot(), "held_back": cache.held_back}
+    parts = {
+        "layers": layers,
+        "state": state.snapshot(),
+        "held_back": cache.held_back if cache.held_back_at == cache.get_seq_length() else None,
+    }
     content = _take_apart(parts, "", tensors)
     header = {
         "format": FORMAT,
@@ -131,7 +137,7 @@ def load_cache(
     state = state_of(cache)
     assert state is not None
     state.restore(parts["state"])
-    cache.held_back = parts["held_back"]
+    cache.hold_back(parts["held_back"])
     return cache
 
 

@@ -195,12 +195,12 @@ class Session:
             hold_back=hold_back,
         )
         run.run(progress)
-        cache.held_back = input_ids[:, input_ids.shape[1] - hold_back :].clone()
+        cache.hold_back(input_ids[:, input_ids.shape[1] - hold_back :].clone())
         return cache
 
     def ask(
         self,
-        cache: CompressedCache,
+        cache: Cache,
         question: Int[Tensor, "batch question"],
         *,
         fork: bool = True,
@@ -228,16 +228,22 @@ class Session:
         Raises:
             PressStateError: The question is empty, or the batch does not fit the cache's.
         """
-        if cache.held_back is None:
+        if (
+            not isinstance(cache, CompressedCache)
+            or cache.held_back is None
+            or cache.get_seq_length() != cache.held_back_at
+        ):
             raise PressStateError(
-                "Which tokens of its text the cache has still to read is not known. Make it by "
-                "session.prefill(...)."
+                "Which tokens of its text the cache has still to read is not known: it was not "
+                "made by session.prefill(...), or was used since by others than session.ask. Ask "
+                "a fresh one, or call model.generate with the whole conversation."
             )
         if question.ndim != 2 or question.shape[1] == 0:
             raise PressStateError(
                 f"A question has {tuple(question.shape)} tokens; pass (batch, at least one)."
             )
-        contexts, asked = cache.held_back.shape[0], question.shape[0]
+        held_back = cache.held_back
+        contexts, asked = held_back.shape[0], question.shape[0]
         if asked != contexts and contexts > 1:
             raise PressStateError(
                 f"{asked} questions, and a cache of {contexts} contexts: pass one for each of them."
@@ -247,7 +253,7 @@ class Session:
                 f"{asked} questions at once, and fork=False: answers end at different places, so a "
                 "conversation goes on in a cache of one row. Fork, or ask one."
             )
-        own, held_back = (copy.deepcopy(cache) if fork else cache), cache.held_back
+        own = copy.deepcopy(cache) if fork else cache
         if asked != contexts:
             own.batch_repeat_interleave(asked)
         ids = torch.cat([held_back.expand(asked, -1), question.to(held_back.device)], dim=1)
@@ -263,14 +269,14 @@ class Session:
         )
         if isinstance(output, Tensor):
             output = output[:, ids.shape[1] :]
-            own.held_back = output[:, -1:]  # the last token of an answer is not fed
+            own.hold_back(output[:, -1:])  # the last token of an answer is not fed
         else:
-            own.held_back = output.sequences[:, -1:]
+            own.hold_back(output.sequences[:, -1:])
         return output
 
     def save(
         self,
-        cache: CompressedCache,
+        cache: Cache,
         path: str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:

@@ -317,12 +317,23 @@ def test_padded_contexts_can_be_asked(make_model, prompt):
 
 
 def test_questions_that_cannot_be_asked(make_model, prompt):
+    from transformers import DynamicCache
+
     from kvcompress import CompressedCache, PressStateError, press
 
     model, session = make_model(), press(make_model(), POLICY)
     question = prompt(9)["input_ids"]
     with pytest.raises(PressStateError, match=r"session\.prefill"):
         session.ask(CompressedCache(model, POLICY), question)
+    with pytest.raises(PressStateError, match=r"session\.prefill"):
+        session.ask(DynamicCache(), question)
+    used = session.prefill(**prompt(60), chunk_size=32)
+    model.generate(**prompt(60), past_key_values=used, **GREEDY)
+    with pytest.raises(PressStateError, match=r"was used since"):
+        session.ask(used, question)
+    used.reset()
+    with pytest.raises(PressStateError, match=r"was used since"):
+        session.ask(used, question)
     cache = session.prefill(**prompt(60, 58), chunk_size=32)
     with pytest.raises(PressStateError, match="3 questions, and a cache of 2 contexts"):
         session.ask(cache, question.expand(3, -1))

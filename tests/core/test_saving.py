@@ -197,6 +197,8 @@ def test_a_file_is_written_whole_or_not_at_all(saved, monkeypatch):
 
 
 def test_what_cannot_be_saved(make_model, prompt, tmp_path):
+    from transformers import DynamicCache
+
     from kvcompress import CompressedCache, UnsupportedCacheError, press
 
     session = press(make_model(), POLICIES["window"])
@@ -204,8 +206,10 @@ def test_what_cannot_be_saved(make_model, prompt, tmp_path):
     with pytest.raises(UnsupportedCacheError, match="prompt has ended"):
         session.save(cache, tmp_path / "empty")
     make_model()(prompt(60)["input_ids"], past_key_values=cache)
-    with pytest.raises(UnsupportedCacheError, match="end_prefill"):
+    with pytest.raises(UnsupportedCacheError, match="prompt has ended"):
         session.save(cache, tmp_path / "open")
+    with pytest.raises(UnsupportedCacheError, match="CompressedCache"):
+        session.save(DynamicCache(), tmp_path / "plain")
     cache.end_prefill()
     session.save(cache, tmp_path / "ended")
     assert [path.name for path in tmp_path.iterdir()] == ["ended"]
