@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcompress.errors import EvaluationError
-from kvcompress_eval.comparison import UNCOMPRESSED, Comparison, leaf_tasks
+from kvcompress_eval.comparison import UNCOMPRESSED, Comparison, leaf_tasks, policy_fields
 from kvcompress_eval.harness_run import MODEL, HarnessRun, Record, Records
 from kvcompress_eval.offline import LocalTask, Selection, read_local, tasks_folder
 from kvcompress_eval.scores import (
@@ -159,11 +159,9 @@ def check_model_args(text: str) -> None:
     Raises:
         EvaluationError: There is one.
     """
-    from kvcompress.plugins import registry
-
     own = {"pretrained": "model", "policy": "policy", "capacity": "capacity"}
     own |= {"batch_size": "batch-size", "device": "device"}
-    fields = {name for entry in registry().policies.values() for name in entry.policy.model_fields}
+    fields = policy_fields()
     for part in text.split(","):
         name = part.split("=")[0].strip()
         if name in own:

@@ -204,6 +204,13 @@ def _explain(error: ValidationError) -> str:
     return " ".join(lines)
 
 
+def policy_fields() -> set[str]:
+    """Names of the fields of all installed policies."""
+    from kvcompress.plugins import registry
+
+    return {name for entry in registry().policies.values() for name in entry.policy.model_fields}
+
+
 def leaf_tasks(names: Iterable[str]) -> list[str]:
     """Tasks of lm_eval by name, groups and tags replaced by their tasks, each once.
 

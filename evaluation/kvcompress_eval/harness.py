@@ -163,6 +163,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         self._sample_cache: Any = None
 
     @property
+    def _policy_name(self) -> str:
+        """As it was asked for, in its canonical form."""
+        return UNCOMPRESSED if self.policy is None else self.policy.to_string()
+
+    @property
     def _splits_contexts(self) -> bool:
         """Whether a document is compressed before its question is read."""
         return self.policy is not None and self.settings["compress"] == "context"
@@ -309,8 +314,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         if self.policy is None:
             output = super()._model_generate(ids, **kwargs)
         elif self._splits_contexts:
-            policy, first = self._policy_for_context, prompts[0].context
-            cache = self._compressed(policy, ids[:, :first])
+            cache = self._compressed(ids[:, : prompts[0].context])
             output = super()._model_generate(ids, **{self._cache_name: cache}, **kwargs)
         else:
             with press(self.model, self.policy) as session:
@@ -340,10 +344,10 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
 
         return bisect.bisect_left(range(size), True, key=stopped)
 
-    def _compressed(
-        self, policy: Policy, ids: Tensor, mask: Tensor | None = None
-    ) -> CompressedCache:
+    def _compressed(self, ids: Tensor, mask: Tensor | None = None) -> CompressedCache:
         """A cache that has read `ids` and been cut."""
+        policy = self._policy_for_context if self._splits_contexts else self.policy
+        assert policy is not None
         if self.settings["prefill_chunk_size"]:
             mask = torch.ones_like(ids) if mask is None else mask
             session = press(self.model, policy)
@@ -489,11 +493,9 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         self, batch: list[list[Scored]], size: int
     ) -> Iterator[tuple[Scored, tuple[float, bool]]]:
         """Compress the contexts of a batch, then score all their continuations."""
-        assert self.policy is not None
         ids, mask = _padded([list(group[0].prefix) for group in batch], 0)
         ids, mask = ids.to(self.device), mask.to(self.device)
-        policy = self._policy_for_context if self._splits_contexts else self.policy
-        cache = self._compressed(policy, ids, mask)
+        cache = self._compressed(ids, mask)
         held = held_rows(cache, mask.sum(dim=1).tolist())
         waiting: dict[int, list[tuple[int, Scored]]] = {}
         for row, group in enumerate(batch):
@@ -665,7 +667,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         """Everything on which answers depend."""
         model = self.pretrained
         return {
-            "policy": UNCOMPRESSED if self.policy is None else self.policy.to_string(),
+            "policy": self._policy_name,
             **self.settings,
             "model": model if isinstance(model, str) else self.config.name_or_path,
             **self._given,
@@ -694,7 +696,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         info: dict[str, Any] = super().get_model_info()
         return info | {
             "kvcompress": {
-                "policy": UNCOMPRESSED if self.policy is None else self.policy.to_string(),
+                "policy": self._policy_name,
                 **self.settings,
                 "versions": _versions(),
                 "device": str(self.device),

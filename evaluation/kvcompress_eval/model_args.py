@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcompress import EvaluationError, PolicyConfigError
-from kvcompress.plugins import policy_from, registry
+from kvcompress.plugins import policy_from
 from kvcompress.policy import Policy
-from kvcompress_eval.comparison import UNCOMPRESSED
+from kvcompress_eval.comparison import UNCOMPRESSED, policy_fields
 
 CHOICES = {
     "truncate": ("left", "middle"),
@@ -59,9 +59,7 @@ def split_fields(
     Raises:
         EvaluationError: A name is nearly one of ours.
     """
-    fields = {
-        field for entry in registry().policies.values() for field in entry.policy.model_fields
-    }
+    fields = policy_fields()
     theirs = set(inspect.signature(known).parameters)
     candidates = sorted(fields | set(ours) | {"policy"})
     for name in arguments:

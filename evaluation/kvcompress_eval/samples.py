@@ -55,7 +55,7 @@ def held_rows(
     held_bytes = [0.0] * rows
     for layer in cache.layers:
         if not hasattr(layer, "positions"):
-            own = [dense_layer_bytes(layer, length) / _batch(layer, rows) for length in lengths]
+            own = [_dense_layer(layer, length, rows) for length in lengths]
             held_bytes = [total + size for total, size in zip(held_bytes, own, strict=True)]
             continue
         repeats, heads = layer.keys.shape[0] // rows, layer.keys.shape[1]
@@ -75,21 +75,17 @@ def held_rows(
 
 def dense_bytes(cache: Any, length: int, rows: int = 1) -> float:
     """Bytes of one row of a cache of this kind that has seen `length` tokens, nothing evicted."""
-    return sum(dense_layer_bytes(layer, length) / _batch(layer, rows) for layer in cache.layers)
+    return sum(_dense_layer(layer, length, rows) for layer in cache.layers)
 
 
-def dense_layer_bytes(layer: Any, length: int) -> float:
-    """Of one layer; of all rows of its batch where it has a state of fixed size."""
+def _dense_layer(layer: Any, length: int, rows: int) -> float:
+    """Of one layer; what has a fixed size is shared by the `rows` of its batch."""
     if isinstance(layer, DynamicLayer):  # ours, too, and those with a window
         window = getattr(layer, "sliding_window", None)
         held = length if window is None else min(length, window)
         assert layer.keys is not None
         return held * layer.keys.shape[1] * _row_bytes(layer)
-    return sum(tensor.nbytes for tensor in _tensors(vars(layer).values()))
-
-
-def _batch(layer: Any, rows: int) -> int:
-    return 1 if isinstance(layer, DynamicLayer) else rows
+    return sum(tensor.nbytes for tensor in _tensors(vars(layer).values())) / rows
 
 
 def _row_bytes(layer: Any) -> int:
