@@ -1,17 +1,22 @@
 """The seam around transformers: where a hosted cache meets the attention function.
 
-Four methods of transformers are wrapped, on their classes, while any context is open or any hosted
-cache is alive, and put back afterwards:
+Methods of transformers are wrapped, on their classes. While any context is open or any hosted cache
+is alive, and put back afterwards:
 
 - `AttentionInterface.get_interface`: every model that uses the attention interface resolves its
   attention function there, whatever the backend, so the post-RoPE query, key and value of every
   layer pass by. The wrapper acts only on the call that follows the update of a hosted cache layer
   in the same thread.
-- `GenerationMixin.generate`: a call of it says how long the prompt is, which nothing further
-  inside can know (chunked prefill).
 - `GenerationMixin._get_candidate_generator`: drafts that come in one forward with the prompt would
   be verified before anything is evicted, and so accepted where greedy search goes elsewhere.
+- `GenerationMixin._validate_model_kwargs`: refuses a `generate` that is not the wrapped one.
 - `ContinuousMixin.init_continuous_batching`: refused for a model in a context.
+
+From the import of this module on, and inert while there is no context and no hosted cache:
+
+- `GenerationMixin.generate`: a call of it says how long the prompt is, which nothing further
+  inside can know (chunked prefill). Python looks up `model.generate` before it makes a cache among
+  the arguments, so a wrapper that came with the cache would come too late.
 """
 
 import functools
@@ -206,10 +211,12 @@ def _wrap_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _leases:
+            return original(self, *args, **kwargs)
         call = Generation(next(_serials), _prompt_end(args, kwargs), hosts=self in _must_host)
         for name in ("cache", "past_key_values"):
             cache: Any = kwargs.get(name)
-            if any(isinstance(layer, HostedLayer) for layer in getattr(cache, "layers", ())):
+            if _is_hosted(cache):
                 call.hosts, seen = True, cache.get_seq_length()
                 call.check_unfed(seen)
                 call.check_gap(seen, _length(args, kwargs, _IDS))
@@ -227,6 +234,26 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return generate
+
+
+def _is_hosted(cache: Any) -> bool:
+    return any(isinstance(layer, HostedLayer) for layer in getattr(cache, "layers", ()))
+
+
+def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+        hosts = self in _must_host or any(map(_is_hosted, model_kwargs.values()))
+        if hosts and current_generation() is None:
+            raise PressStateError(
+                f"This generate() of {type(self).__name__} was looked up before kvcompress was "
+                "ready, and cannot tell it where the prompt ends. Import press or CompressedCache "
+                "by name (from kvcompress import CompressedCache), or make the cache in a line of "
+                "its own, before model.generate is mentioned."
+            )
+        original(self, model_kwargs)
+
+    return _validate_model_kwargs
 
 
 def _wrap_candidates(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,10 +308,11 @@ def _length(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...
 
 _PATCHES: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (AttentionInterface, "get_interface", _wrap_interface),
-    (GenerationMixin, "generate", _wrap_generate),
+    (GenerationMixin, "_validate_model_kwargs", _wrap_validation),
     (GenerationMixin, "_get_candidate_generator", _wrap_candidates),
     (ContinuousMixin, "init_continuous_batching", _wrap_batching),
 )
+GenerationMixin.generate = _wrap_generate(GenerationMixin.generate)  # type: ignore[method-assign]
 
 
 @torch.compiler.disable

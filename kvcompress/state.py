@@ -257,10 +257,14 @@ class CacheState:
             start = start + self.pads.to(start.device)
         lowest = int(start.min())
         if lowest < first:
+            generation = current_generation()
+            drafts = generation is not None and generation.drafts
             raise PressStateError(
                 f"The forward starts at position {lowest}, but the cache has already seen {first} "
-                "tokens: they would be fed a second time. Pass only tokens that the cache has not "
-                "seen, or a new cache."
+                "tokens: they would be fed a second time. "
+                + ("Speculative decoding feeds all it is given. " if drafts else "")
+                + "Pass only tokens that the cache has not seen, with an attention_mask over all "
+                "of them, or a new cache."
             )
 
     def read_padding(self, call: AttentionCall, new: int) -> None:

@@ -62,6 +62,8 @@ def no_trace():
     from transformers import GenerationMixin
     from transformers.modeling_utils import AttentionInterface
 
+    import kvcompress.attention  # noqa: F401  (wraps generate once and for all)
+
     before = AttentionInterface.get_interface, GenerationMixin.generate
     yield
     assert (AttentionInterface.get_interface, GenerationMixin.generate) == before

@@ -77,17 +77,21 @@ def test_leases_keep_the_patches_until_the_last_is_gone(no_trace):
     def patched():
         return [
             hasattr(method, "__wrapped__")
-            for method in (AttentionInterface.get_interface, GenerationMixin.generate)
+            for method in (
+                AttentionInterface.get_interface,
+                GenerationMixin._get_candidate_generator,
+                GenerationMixin._validate_model_kwargs,
+            )
         ]
 
     plain = patched()
     first = Lease()
-    assert patched()[0] and not plain[0]
+    assert all(patched()) and not any(plain)
     second, third = copy.deepcopy(first), pickle.loads(pickle.dumps(first))
     first.release()
     del first, second
     gc.collect()
-    assert patched()[0]
+    assert all(patched())
     third.release()
     third.release()
     assert patched() == plain
