@@ -106,7 +106,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         *,
         policy: Any = "snapkv",
         truncate: Literal["left", "middle"] = "left",
@@ -130,6 +130,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             raise EvaluationError(
                 "model_args: truncation=True cuts prompts where compress=context needs to find "
                 "their documents. Leave it out; truncate=left or middle is for long prompts."
+            )
+        if pretrained is None:
+            raise EvaluationError(
+                "model_args: no model. Give pretrained=, a name on the hub or a folder, or smollm2 "
+                "for the embedded model."
             )
         if isinstance(pretrained, str) and pretrained == DEFAULT_MODEL:
             pretrained = str(default_path())
@@ -166,6 +171,15 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
     def _policy_name(self) -> str:
         """As it was asked for, in its canonical form."""
         return UNCOMPRESSED if self.policy is None else self.policy.to_string()
+
+    @property
+    def _policy_fields(self) -> dict[str, Any] | None:
+        """All fields of the policy as it is applied, those that were left to defaults too."""
+        if self.policy is None:
+            return None
+        policy = self._policy_for_context if self._splits_contexts else self.policy
+        fields: dict[str, Any] = policy.model_dump(mode="json", serialize_as_any=True)
+        return fields
 
     @property
     def _splits_contexts(self) -> bool:
@@ -697,6 +711,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         return info | {
             "kvcompress": {
                 "policy": self._policy_name,
+                "policy_fields": self._policy_fields,
                 **self.settings,
                 "versions": _versions(),
                 "device": str(self.device),

@@ -143,6 +143,7 @@ class HarnessRun:
             "rows": rows,
             "values": values,
             "kvcompress": ours["tasks"][name],
+            "policy_fields": ours["policy_fields"],
             "compress": ours["compress"],
             "truncate": ours["truncate"],
             "task_version": results["versions"].get(name),

@@ -57,7 +57,7 @@ def split_fields(
         The fields, and all others.
 
     Raises:
-        EvaluationError: A name is nearly one of ours.
+        EvaluationError: A name is nearly one of ours or lm_eval's.
     """
     fields = policy_fields()
     theirs = set(inspect.signature(known).parameters)
@@ -67,6 +67,8 @@ def split_fields(
             continue
         starts = [field for field in candidates if len(name) > 3 and field.startswith(name)]
         near = starts or difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.7)
+        # Stricter: transformers has names like lm_eval's (device_map).
+        near = near or difflib.get_close_matches(name.lower(), theirs, n=1, cutoff=0.85)
         if near:
             raise EvaluationError(
                 f"model_args: no argument {name!r}. Did you mean {near[0]!r}? Ours are "

@@ -49,7 +49,8 @@ def make_lm(saved_model):
         from lm_eval.models.huggingface import HFLM
 
         known = {"ours": SnapKVLM, "theirs": HFLM}
-        return known[kind](str(saved_model), **{"device": "cpu", "dtype": "float32"} | arguments)
+        fixed = {"pretrained": str(saved_model), "device": "cpu", "dtype": "float32"}
+        return known[kind](**fixed | arguments)
 
     return make
 
@@ -269,6 +270,8 @@ def test_context_is_compressed_before_the_question_is_seen(make_lm, fields):
     lm = make_lm(**fields, compress="context", batch_size=2)
     answers = lm.generate_until(questions(prompts, docs=docs))
     scores = lm.loglikelihood(choices(prompts, docs=docs))
+    applied = lm.get_model_info()["kvcompress"]["policy_fields"]
+    assert applied["later_turns"] == "keep" or lm._evicts_later
     first = len(lm.tok_encode(f"Read this. {context}"))
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([lm.tok_encode(prompt)])
@@ -355,6 +358,8 @@ def test_contexts_whose_budgets_change_with_their_questions(make_lm):
         ({"capcity": 64}, "EvaluationError", ["'capcity'", "'capacity'"]),
         ({"window": 8}, "EvaluationError", ["'window'", "'window_size'"]),
         ({"polcy": "h2o"}, "EvaluationError", ["'polcy'", "'policy'"]),
+        ({"dtyp": "float32"}, "EvaluationError", ["'dtyp'", "'dtype'"]),
+        ({"pretrained": None}, "EvaluationError", ["no model", "smollm2"]),
         ({"truncate": "right"}, "EvaluationError", ["truncate='right'", "left or middle"]),
         ({"compress": "question"}, "EvaluationError", ["'question'", "prompt or context"]),
         ({"rolling": "off"}, "EvaluationError", ["refuse or uncompressed"]),
@@ -459,6 +464,8 @@ def test_the_report_of_a_run(make_lm):
     report = lm.get_model_info()["kvcompress"]
     assert json.loads(json.dumps(report)) == report
     assert report["policy"] == "snapkv:capacity=64:window_size=8"
+    assert report["policy_fields"]["pooling"] == "avg"
+    assert report["policy_fields"]["later_turns"] == "revote"
     assert set(report["versions"]) == {"kvcompress", "transformers", "torch"}
     lengths = [len(lm.tok_encode(prompt)) for prompt in PROMPTS]
     own = report["tasks"]["tried"]
