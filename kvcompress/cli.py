@@ -35,6 +35,14 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Show the uncompressed answer beside it.")
     ] = False,
+    prefill_chunk_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Read the prompt in chunks of as many tokens, in bounded memory."),
+    ] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(min=0, help="The prompt's last tokens that vote after every chunk."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 256,
     chat: Annotated[
         bool, typer.Option(help="Use the tokenizer's chat template, if it has one.")
@@ -48,6 +56,8 @@ def generate(
 ) -> None:
     """Answer a long prompt from a compressed cache."""
     chosen = policy_from(policy)
+    if lookahead is not None and prefill_chunk_size is None:
+        raise typer.BadParameter("--lookahead is for --prefill-chunk-size; give that too.")
     text = _read(prompt)
     import torch
     from rich.columns import Columns
@@ -61,11 +71,13 @@ def generate(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
     if sample:
         options["temperature"] = temperature
+    chunks = {"chunk_size": prefill_chunk_size, "lookahead": lookahead}
     answers = []
     for title, each in [("compressed", chosen)] + ([("uncompressed", None)] if compare else []):
         torch.manual_seed(seed)
         stream = not compare
-        answer, summary = _answer(loaded, tokenizer, inputs, each, options, stream)
+        read = chunks if each is not None and prefill_chunk_size is not None else None
+        answer, summary = _answer(loaded, tokenizer, inputs, each, read, options, stream)
         answers.append(Panel(answer, title=title, subtitle=summary))
         if stream:
             Console(stderr=True).print(summary, style="dim")
@@ -105,6 +117,7 @@ def _answer(
     tokenizer: Any,
     inputs: Any,
     policy: "Policy | None",
+    chunks: dict[str, Any] | None,
     options: dict[str, Any],
     stream: bool,
 ) -> tuple[str, str]:
@@ -114,12 +127,16 @@ def _answer(
 
     from transformers import TextStreamer
 
-    from kvcompress.session import press
-    from kvcompress.timing import TimedStreamer
+    from kvcompress.session import cache_argument, press
+    from kvcompress.timing import TimedStreamer, clock
 
     printer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     timed = TimedStreamer(printer if stream else None)
+    started = clock()
     with press(model, policy) if policy is not None else nullcontext() as session:
+        if session is not None and chunks is not None:
+            options = options | {cache_argument(model): _read_in_chunks(session, inputs, chunks)}
+        chunked = clock() - started
         output = model.generate(**inputs, **options, streamer=timed)
     length = inputs["input_ids"].shape[1]
     answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
@@ -131,10 +148,26 @@ def _answer(
             f"{report.held_tokens // hosted} of {report.seen_tokens // hosted} tokens held a "
             f"layer, {report.held_bytes / 2**20:.1f} of {report.dense_bytes / 2**20:.1f} MiB"
         )
-    parts.append(f"prefill {timed.prefill_seconds:.2f} s")
+    parts.append(f"prefill {chunked + timed.prefill_seconds:.2f} s")
     if timed.decode_seconds:
         parts.append(f"{1000 * median(timed.decode_seconds):.0f} ms a token")
     return answer, ", ".join(parts)
+
+
+def _read_in_chunks(session: Any, inputs: Any, chunks: dict[str, Any]) -> Any:
+    """The cache of a prompt, with a bar that says how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=inputs["input_ids"].shape[1])
+        return session.prefill(
+            inputs["input_ids"],
+            inputs["attention_mask"],
+            **chunks,
+            progress=lambda done, _: bar.update(task, completed=done),
+        )
 
 
 @app.command()

@@ -40,6 +40,22 @@ def test_generate_from_file_and_stdin(call, saved_model, tmp_path):
     assert code == 0 and f"{len(text)} prompt tokens" in err.replace("\n", " ")
 
 
+def test_generate_in_chunks(call, saved_model, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("a long prompt, " * 20)
+    options = [file, "--model", saved_model, "--max-new-tokens", 6]
+    small, ample = (f"snapkv:capacity={rows}:window_size=8" for rows in (40, 400))
+    chunks = ["--prefill-chunk-size", 64]
+    code, plain, _ = call("generate", *options, "--policy", ample)
+    assert (code, plain) == call("generate", *options, "--policy", ample, *chunks)[:2]
+    code, _, err = call("generate", *options, "--policy", small, *chunks, "--lookahead", 16)
+    assert code == 0 and "45 of" in err
+    code, out, err = call("generate", *options, "--policy", small, "--lookahead", 16)
+    assert code == 2 and out == "" and "--prefill-chunk-size" in err
+    code, out, err = call("generate", *options, "--policy", small, *chunks, "--lookahead", 90)
+    assert code == 1 and out == "" and "lookahead=90" in err
+
+
 def test_compare_shows_both(call, saved_model, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("a long prompt, " * 20)
