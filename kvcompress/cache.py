@@ -503,6 +503,8 @@ class KVLayer(DynamicLayer, HostedLayer):
             "state": dict(rows.state),
             "recent": self._recent,
             "unseen": self._unseen,
+            "facts": dict(self._facts),
+            "heads": self._heads,
             "counts": [counts.seen, counts.settled, counts.budget, counts.spared],
         }
 
@@ -512,6 +514,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         self.lazy_initialization(values["keys"], values["values"])
         self.rows.restore(values)
         self._recent, self._unseen = list(values["recent"]), list(values["unseen"])
+        self._facts, self._heads = dict(values["facts"]), values["heads"]
         counts = self.counts
         counts.held = values["keys"].shape[2]
         counts.seen, counts.settled, counts.budget, counts.spared = values["counts"]

@@ -110,28 +110,9 @@ class Comparison(BaseModel):
         return comparison
 
     def policies(self) -> list["Policy"]:
-        """Every policy at every capacity it is to be taken at, in the order given, each once.
-
-        Raises:
-            PolicyConfigError: A policy's form or fields are wrong.
-            UnknownPolicyError: A policy is not installed.
-            EvaluationError: Capacities are given and no policy takes them.
-        """
-        from kvcompress import policy_from
-
+        """See `at_capacities`; the uncompressed cache is always run anyhow."""
         specs = [spec for spec in self.policy if spec != UNCOMPRESSED]
-        if self.capacity and specs and all(map(_sets_budget, specs)):
-            raise EvaluationError(
-                f"--capacity is given, but every policy has its own budget: {', '.join(specs)}. "
-                "Leave capacity and keep_ratio out of a policy, or leave --capacity out."
-            )
-        wanted = [
-            f"{spec}:capacity={capacity}" if capacity else spec
-            for spec in specs
-            for capacity in ((None,) if _sets_budget(spec) else self.capacity or (None,))
-        ]
-        found = [policy_from(each) for each in wanted]
-        return list({policy.to_string(): policy for policy in found}.values())
+        return at_capacities(specs, self.capacity)
 
     def deciding(self) -> dict[str, Any]:
         """What two results must share to be comparable; more models, policies and tasks may come.
@@ -151,27 +132,65 @@ class Comparison(BaseModel):
         Raises:
             EvaluationError: It had others, or the folder holds something else.
         """
-        path, wanted = self.out / "comparison.json", self.deciding()
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            names = sorted({*before, *wanted})
-            changed = [
-                f"{name} was {before.get(name)!r} and is now {wanted.get(name)!r}"
-                for name in names
-                if before.get(name) != wanted.get(name)
-            ]
-            if changed:
-                raise EvaluationError(
-                    f"{self.out} holds a comparison with other settings: {'; '.join(changed)}. "
-                    "Compare into another folder with --out, or with the same settings."
-                )
-            return
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+        enter_folder(self.out, "comparison", self.deciding())
+
+
+def at_capacities(specs: Sequence[str], capacities: Sequence[int]) -> list["Policy"]:
+    """Every policy at every capacity it is to be taken at, in the order given, each once.
+
+    Raises:
+        PolicyConfigError: A policy's form or fields are wrong.
+        UnknownPolicyError: A policy is not installed.
+        EvaluationError: Capacities are given and no policy takes them.
+    """
+    from kvcompress import policy_from
+
+    if capacities and specs and all(map(_sets_budget, specs)):
+        raise EvaluationError(
+            f"--capacity is given, but every policy has its own budget: {', '.join(specs)}. "
+            "Leave capacity and keep_ratio out of a policy, or leave --capacity out."
+        )
+    wanted = [
+        f"{spec}:capacity={capacity}" if capacity else spec
+        for spec in specs
+        for capacity in ((None,) if _sets_budget(spec) else capacities or (None,))
+    ]
+    found = [policy_from(each) for each in wanted]
+    return list({policy.to_string(): policy for policy in found}.values())
+
+
+def enter_folder(folder: Path, kind: str, settings: Mapping[str, Any]) -> None:
+    """Make a folder for results, or check that earlier ones in it had the same settings.
+
+    Args:
+        folder: Gets `kind.json` with the settings.
+        kind: What is in it, as a word.
+        settings: What two results must share to be comparable; ready for JSON.
+
+    Raises:
+        EvaluationError: It had others, or the folder holds something else.
+    """
+    path = folder / f"{kind}.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        names = sorted({*before, *settings})
+        changed = [
+            f"{name} was {before.get(name)!r} and is now {settings.get(name)!r}"
+            for name in names
+            if before.get(name) != settings.get(name)
+        ]
+        if changed:
             raise EvaluationError(
-                f"{self.out} exists and holds no comparison. Give an empty or new folder as --out."
+                f"{folder} holds a {kind} with other settings: {'; '.join(changed)}. Give another "
+                "folder as --out, or the same settings."
             )
-        self.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise EvaluationError(
+            f"{folder} exists and holds no {kind}. Give an empty or new folder as --out."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _sets_budget(spec: str) -> bool:

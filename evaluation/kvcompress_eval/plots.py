@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvcompress_eval.needle import Needle
+from kvcompress_eval.needle_grid import Found
 from kvcompress_eval.scores import Panel
 
 matplotlib.use("Agg")
@@ -41,6 +43,43 @@ def plot_kept(runs: Sequence[tuple[str, Tensor]], needle: Needle, path: Path, ti
     figure.suptitle(title, fontsize=11)
     assert image is not None
     figure.colorbar(image, ax=list(axes), label="share of KV heads that kept it")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_needles(records: Sequence[Found], path: Path, title: str) -> None:
+    """A heat map of every setting and kind: x length, y depth, colour share of seeds found."""
+    kinds = list(dict.fromkeys(each.kind for each in records))
+    settings = list(dict.fromkeys(each.setting for each in records))
+    cells = [(kind, setting) for kind in kinds for setting in settings]
+    across = min(3, len(cells))
+    down = -(-len(cells) // across)
+    figure, grid = plt.subplots(
+        down, across, figsize=(4.2 * across, 0.8 + 2.7 * down), squeeze=False, layout="constrained"
+    )
+    image = None
+    for axis, (kind, setting) in zip(grid.flat, cells, strict=False):
+        group = [each for each in records if (each.kind, each.setting) == (kind, setting)]
+        lengths = sorted({each.tokens for each in group})
+        depths = sorted({each.depth for each in group})
+        shares = torch.full((len(depths), len(lengths)), torch.nan)
+        for row, depth in enumerate(depths):
+            for column, tokens in enumerate(lengths):
+                found = [e.found for e in group if (e.depth, e.tokens) == (depth, tokens)]
+                if found:
+                    shares[row, column] = sum(found) / len(found)
+        image = axis.imshow(shares.numpy(), aspect="auto", vmin=0, vmax=1, cmap="RdYlGn")
+        axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:.2f}" for depth in depths], fontsize=7)
+        axis.set_xlabel("length of the haystack (tokens)", fontsize=8)
+        axis.set_ylabel("depth of the needle (0: start)", fontsize=8)
+        name = setting.replace(", chunks", ",\nchunks")
+        axis.set_title(f"{kind}: {name}" if len(kinds) > 1 else name, fontsize=7, loc="left")
+    for axis in list(grid.flat)[len(cells) :]:
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=11)
+    assert image is not None
+    figure.colorbar(image, ax=grid, label="share of seeds that were answered")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

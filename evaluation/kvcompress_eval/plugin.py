@@ -12,11 +12,13 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
     from kvcompress_eval.lm_eval_command import lm_eval
+    from kvcompress_eval.needle_grid import needle
     from kvcompress_eval.stream import stream
 
     theirs = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command("lm-eval", context_settings=theirs, add_help_option=False)(lm_eval)
     app.command()(demo)
     app.command()(bench)
+    app.command()(needle)
     app.command()(stream)
     app.command()(compare)

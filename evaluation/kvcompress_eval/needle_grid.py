@@ -1,0 +1,317 @@
+"""`kvcompress needle`: what is found of a needle, over depth and length, under any policies."""
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcompress.errors import EvaluationError
+from kvcompress_eval.comparison import UNCOMPRESSED, at_capacities, enter_folder
+from kvcompress_eval.needle import Kind, Needle, make_needle
+
+if TYPE_CHECKING:
+    from kvcompress.policy import Policy
+    from kvcompress_eval.one_prefill import OnePrefill
+
+DEFAULT = ["snapkv", "snapkv:kernel_size=13:pooling=max", "streaming_llm"]
+NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy, and how the prompt is read under it."""
+
+    policy: "Policy | None"
+    chunk_size: int | None = None
+    lookahead: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name in records and tables."""
+        name = UNCOMPRESSED if self.policy is None else self.policy.to_string()
+        if self.chunk_size is None:
+            return name
+        ahead = "default" if self.lookahead is None else self.lookahead
+        return f"{name}, chunks of {self.chunk_size}, look-ahead {ahead}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the grid."""
+
+    kind: Kind
+    tokens: int
+    depth: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one setting made of one prompt."""
+
+    kind: str
+    tokens: int
+    depth: float
+    seed: int
+    setting: str
+    prompt_tokens: int
+    held_tokens: int
+    """Rows of the layer that holds most, when the answer was complete."""
+    answer: str
+    found: bool
+
+    @property
+    def prompt(self) -> tuple[str, int, float, int]:
+        """Which prompt it was."""
+        return self.kind, self.tokens, self.depth, self.seed
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of the prompts of one length, how many were answered, and by how much less than plain."""
+
+    setting: str
+    tokens: int
+    prompts: int
+    value: float
+    error: float
+    difference: float
+    """To the uncompressed cache on the same prompts."""
+    difference_error: float
+
+
+def settings_for(
+    policies: Sequence["Policy"], chunk_size: int | None, lookaheads: Sequence[int]
+) -> list[Setting]:
+    """Every policy with an ordinary prefill, and in chunks with each look-ahead if asked for."""
+    found = [Setting(None), *(Setting(policy) for policy in policies)]
+    if chunk_size is not None:
+        wanted: Sequence[int | None] = lookaheads or (None,)
+        found += [Setting(each, chunk_size, ahead) for each in policies for ahead in wanted]
+    return found
+
+
+def answer_all(
+    model: Any, tokenizer: Any, needle: Needle, settings: Sequence[Setting]
+) -> Iterator[tuple[Setting, str, int]]:
+    """Every setting's answer to one prompt, and the rows of its fullest layer after it.
+
+    Settings that can share a prefill do.
+    """
+    import torch
+
+    from kvcompress_eval.one_prefill import OnePrefill
+
+    ids = torch.tensor([needle.input_ids], device=model.device)
+    shared = [
+        each for each in settings if each.chunk_size is None and OnePrefill.serves(each.policy)
+    ]
+    if shared:
+        prefill = OnePrefill(model, ids, [each.policy for each in shared])
+        for each in shared:
+            tokens, held = _from(prefill, each)
+            yield each, tokenizer.decode(tokens, skip_special_tokens=True), held
+        del prefill
+    for each in settings:
+        if each not in shared:
+            tokens, held = _alone(model, ids, each)
+            yield each, tokenizer.decode(tokens, skip_special_tokens=True), held
+
+
+def _from(prefill: "OnePrefill", setting: Setting) -> tuple[list[int], int]:
+    tokens, cache = prefill.answer(setting.policy, NEW_TOKENS)
+    return tokens, max(layer.held_tokens for layer in cache.report().layers)
+
+
+def _alone(model: Any, ids: Any, setting: Setting) -> tuple[list[int], int]:
+    from kvcompress import press
+    from kvcompress.session import cache_argument
+
+    assert setting.policy is not None
+    given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    with press(model, setting.policy) as session:
+        if setting.chunk_size is not None:
+            given[cache_argument(model)] = session.prefill(
+                ids, chunk_size=setting.chunk_size, lookahead=setting.lookahead
+            )
+        output = model.generate(ids, **given)
+    held = max(layer.held_tokens for layer in session.report().layers)
+    return output[0, ids.shape[1] :].tolist(), held
+
+
+def shares(records: Sequence[Found]) -> list[Share]:
+    """By setting and length, in the order of the records; prompts are independent of each other."""
+    plain = {each.prompt: each.found for each in records if each.setting == UNCOMPRESSED}
+    groups: dict[tuple[str, int], list[Found]] = {}
+    for each in records:
+        groups.setdefault((each.setting, each.tokens), []).append(each)
+    return [
+        Share(
+            setting,
+            tokens,
+            len(group),
+            *_mean([float(each.found) for each in group]),
+            *_mean(
+                [float(each.found) - plain[each.prompt] for each in group if each.prompt in plain]
+            ),
+        )
+        for (setting, tokens), group in groups.items()
+    ]
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return (values[0] if values else float("nan")), float("nan")
+    return fmean(values), stdev(values) / len(values) ** 0.5
+
+
+def read_records(path: Path) -> list[Found]:
+    """What an earlier run has found; a line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    whole = [line for line in lines if line.endswith("}")]
+    return [Found(**json.loads(line)) for line in whole]
+
+
+def needle(
+    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy, may be repeated; SnapKV and StreamingLLM if none is given."),
+    ] = None,
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Every policy that names no budget is taken at each. [256, 512]"),
+    ] = None,
+    kind: Annotated[
+        list[Kind] | None, typer.Option(help="What is hidden; may be repeated. [number]")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=50, help="Length of the haystack. [1000, 2000]")
+    ] = None,
+    depths: Annotated[int, typer.Option(min=1, help="How many, evenly from 0 to 1.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="How many of each.")] = 1,
+    prefill_chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Every policy also in chunks of as many tokens.")
+    ] = None,
+    lookahead: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="With that: how many of the last tokens vote; may be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder; it is gone on with.")] = Path("needle"),
+) -> None:
+    """Hide something at many depths of prompts of many lengths, and see who finds it."""
+    import transformers
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvcompress.models import load
+
+    if lookahead and prefill_chunk_size is None:
+        raise EvaluationError("--lookahead is for --prefill-chunk-size; give that too.")
+    specs = policy or DEFAULT
+    amounts = capacity or ([256, 512] if policy is None else [])
+    settings = settings_for(at_capacities(specs, amounts), prefill_chunk_size, lookahead or [])
+    prompts = [
+        Prompt(each, length, number / max(depths - 1, 1), seed)
+        for each in kind or [Kind.number]
+        for length in tokens or [1000, 2000]
+        for seed in range(seeds)
+        for number in range(depths)
+    ]
+    transformers.utils.logging.disable_progress_bar()
+    loaded, tokenizer = load(model, dtype=dtype, device=device)
+    names = ("kvcompress", "torch", "transformers")
+    enter_folder(
+        out,
+        "needle",
+        {
+            "model": model,
+            "dtype": str(loaded.dtype),
+            "device": loaded.device.type,
+            "machine": platform.machine(),
+            **{f"version of {name}": metadata.version(name) for name in names},
+        },
+    )
+    path = out / "records.jsonl"
+    records = read_records(path)
+    path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in records), encoding="utf-8")
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("answers", total=len(prompts) * len(settings))
+        for prompt in prompts:
+            key = (prompt.kind.value, prompt.tokens, prompt.depth, prompt.seed)
+            done = {each.setting for each in records if each.prompt == key}
+            missing = [each for each in settings if each.label not in done]
+            progress.advance(bar, len(settings) - len(missing))
+            if not missing:
+                continue
+            made = make_needle(tokenizer, prompt.tokens, prompt.depth, prompt.seed, prompt.kind)
+            for setting, text, held in answer_all(loaded, tokenizer, made, missing):
+                found = Found(
+                    *key, setting.label, len(made.input_ids), held, text, made.is_answered_by(text)
+                )
+                records.append(found)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(found)) + "\n")
+                progress.advance(bar)
+    labels = [each.label for each in settings]
+    wanted = {(each.kind.value, each.tokens, each.depth, each.seed) for each in prompts}
+    shown = [each for each in records if each.setting in labels and each.prompt in wanted]
+    shown.sort(key=lambda each: (labels.index(each.setting), each.tokens))
+    report(model, shown, out, console)
+
+
+def report(model: str, records: Sequence[Found], out: Path, console: Any) -> None:
+    """Table on the console and in table.md, and a heat map for every setting."""
+    from rich import box
+    from rich.table import Table
+
+    from kvcompress_eval.plots import plot_needles
+    from kvcompress_eval.scores import markdown
+
+    headings = ["kind", "tokens", "cache", "found", "minus none", "held", "prompts"]
+    rows = [headings]
+    for kind in dict.fromkeys(each.kind for each in records):
+        of_kind = [each for each in records if each.kind == kind]
+        for share in sorted(shares(of_kind), key=lambda each: each.tokens):
+            held = [
+                each.held_tokens
+                for each in of_kind
+                if (each.setting, each.tokens) == (share.setting, share.tokens)
+            ]
+            plain = share.setting == UNCOMPRESSED
+            rows.append(
+                [
+                    kind,
+                    str(share.tokens),
+                    share.setting,
+                    f"{share.value:.2f} ± {share.error:.2f}",
+                    "" if plain else f"{share.difference:+.2f} ± {share.difference_error:.2f}",
+                    str(max(held)),
+                    str(share.prompts),
+                ]
+            )
+    table = Table(title=f"Needles found, {model}", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold", justify="left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table, markup=False)
+    (out / "table.md").write_text(f"{markdown(rows)}\n", encoding="utf-8")
+    plot_needles(records, out / "plot.png", f"Needles found, {model}")
+    console.print(
+        "±: standard error over prompts. minus none: on the same prompts.", highlight=False
+    )
+    names = ("table.md", "plot.png", "records.jsonl")
+    console.print("   ".join(str(out / name) for name in names), highlight=False)
