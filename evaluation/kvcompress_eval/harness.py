@@ -341,7 +341,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             len(prompt.ids) + self._until_end(tokens, kwargs["stop"]) - 1
             for prompt, tokens in zip(prompts, sequences[:, ids.shape[1] :].tolist(), strict=True)
         ]
-        held = held_rows(cache_of(output), lengths, self._evicts_later)
+        evicted = list(map(self._must_evict, prompts, lengths))
+        held = held_rows(cache_of(output), lengths, self._evicts_later, evicted)
         self._add(prompts, lengths, held)
         return sequences
 

@@ -36,7 +36,10 @@ class Sample:
 
 
 def held_rows(
-    cache: Any, lengths: Sequence[int], evicts_later: bool = False
+    cache: Any,
+    lengths: Sequence[int],
+    evicts_later: bool = False,
+    evicted: Sequence[bool] = (),
 ) -> list[tuple[float, float, float]]:
     """What a cache holds of every row of its batch, padding not counted.
 
@@ -45,6 +48,8 @@ def held_rows(
         lengths: Real tokens that each row has seen; rows of a batch that ended early have more
             behind them.
         evicts_later: Whether those may have taken the place of real ones.
+        evicted: With that: whether each row surely lost something before its end. Where as many
+            came behind, only its own are counted, fewer than it may have had at its end.
 
     Returns:
         For each row: tokens held (mean over KV heads and the layers that are compressed), bytes
@@ -59,11 +64,16 @@ def held_rows(
             held_bytes = [total + size for total, size in zip(held_bytes, own, strict=True)]
             continue
         repeats, heads = layer.keys.shape[0] // rows, layer.keys.shape[1]
-        limit = torch.tensor(lengths, device=layer.keys.device).repeat_interleave(repeats)
+        device = layer.keys.device
+        limit = torch.tensor(lengths, device=device).repeat_interleave(repeats)[:, None]
         real = layer.positions >= 0
-        if not evicts_later:
-            real &= layer.positions < limit[:, None, None]
-        count = real.sum(dim=-1).clamp(max=limit[:, None]).double().mean(dim=-1)
+        own = (real & (layer.positions < limit[..., None])).sum(dim=-1)
+        if evicts_later:
+            lost = torch.tensor(evicted or [False] * rows, device=device)
+            counted = real.sum(dim=-1)
+            only_own = lost.repeat_interleave(repeats)[:, None] & (counted >= limit)
+            own = torch.where(only_own, own, counted.clamp(max=limit))
+        count = own.double().mean(dim=-1)
         counts: list[float] = count.view(rows, repeats).mean(dim=1).tolist()
         held.append(counts)
         width = heads * _row_bytes(layer)

@@ -498,6 +498,20 @@ def test_a_row_that_ends_early_counts_what_it_has_alone(make_lm, policy):
         assert kept[batch_size] <= len(lm.tok_encode(prompts[0])) + 5
 
 
+def test_a_row_that_ends_early_is_not_taken_for_uncompressed(make_lm):
+    """What other rows of the batch add behind its end is not its own."""
+    prompts = [text(16, 1), text(60, 3)]
+    [first] = make_lm(policy="snapkv:capacity=64:window_size=8").generate_until(
+        questions(prompts[:1], tokens=60)
+    )
+    lm = make_lm(policy="snapkv_decoding:capacity=64:window_size=8", batch_size=2)
+    length = len(lm.tok_encode(prompts[0]))
+    assert 64 < length < 64 + 50
+    lm.generate_until(questions(prompts, until=[first[3:5]], tokens=60))
+    assert stats(lm)["never_compressed"] == 0
+    assert 64 <= stats(lm)["held_tokens"]["min"] < length
+
+
 def test_asked_repeatedly_a_request_counts_once(make_lm):
     lm = make_lm(**SNAPKV, batch_size=2)
     [request] = questions(PROMPTS[:1])
