@@ -60,8 +60,8 @@ def held_rows(
     held_bytes = [0.0] * rows
     for layer in cache.layers:
         if not hasattr(layer, "positions"):
-            own = [_dense_layer(layer, length, rows) for length in lengths]
-            held_bytes = [total + size for total, size in zip(held_bytes, own, strict=True)]
+            sizes = [_dense_layer(layer, length, rows) for length in lengths]
+            held_bytes = [total + size for total, size in zip(held_bytes, sizes, strict=True)]
             continue
         repeats, heads = layer.keys.shape[0] // rows, layer.keys.shape[1]
         device = layer.keys.device
@@ -77,7 +77,7 @@ def held_rows(
         counts: list[float] = count.view(rows, repeats).mean(dim=1).tolist()
         held.append(counts)
         width = heads * _row_bytes(layer)
-        held_bytes = [a + own * width for a, own in zip(held_bytes, counts, strict=True)]
+        held_bytes = [a + each * width for a, each in zip(held_bytes, counts, strict=True)]
     means = [fmean(by_layer) for by_layer in zip(*held, strict=True)] or [float(n) for n in lengths]
     dense = [dense_bytes(cache, length, rows) for length in lengths]
     return list(zip(means, held_bytes, dense, strict=True))
