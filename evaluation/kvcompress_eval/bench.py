@@ -4,6 +4,7 @@ Two things are measured in turn, never one after the other, since machines are s
 comes with the spread of its repetitions.
 """
 
+import copy
 import gc
 import json
 import platform
@@ -19,7 +20,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from kvcompress.errors import EvaluationError
+
 Measured = TypeVar("Measured")
+
+QUESTION_TOKENS = 20
+ANSWER_TOKENS = 16
 
 
 class What(StrEnum):
@@ -28,6 +34,7 @@ class What(StrEnum):
     decode = "decode"
     prefill = "prefill"
     memory = "memory"
+    questions = "questions"
     all = "all"
 
 
@@ -144,6 +151,61 @@ def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     return compare(f"prefill of {length} with {policy} / plain prefill", "s", ours, plain)
 
 
+def question_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
+    """Ten questions about one context through forks / its prefill and ten decodes.
+
+    Both sides read the context once. Then one asks the same cache ten times; the other decodes each
+    answer from a cache that is its own, made before the clock runs.
+
+    Raises:
+        EvaluationError: The answers differ.
+    """
+    import torch
+
+    from kvcompress import press
+
+    ids = _random_ids(model, length + 10 * QUESTION_TOKENS)
+    context, questions = ids[:, :length], ids[:, length:].split(QUESTION_TOKENS, dim=1)
+    options = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
+    ours, plain = list[float](), list[float]()
+    with press(model, policy) as session:
+        for turn in range(repeats):
+
+            def prefill() -> tuple[float, Any]:
+                made = []
+                read = partial(session.prefill, context, chunk_size=512, lookahead=0, hold_back=0)
+                return _seconds(lambda: made.append(read())), made[0]
+
+            def ask(cache: Any, question: Any, fork: bool, answers: list[Any]) -> None:
+                answers.append(session.ask(cache, question, fork=fork, **options))
+
+            def forked() -> list[Any]:
+                seconds, cache = prefill()
+                answers: list[Any] = []
+                for question in questions:
+                    seconds += _seconds(partial(ask, cache, question, True, answers))
+                ours.append(seconds)
+                return answers
+
+            def separate() -> list[Any]:
+                seconds, cache = prefill()
+                answers: list[Any] = []
+                for question in questions:
+                    own = copy.deepcopy(cache)
+                    seconds += _seconds(partial(ask, own, question, False, answers))
+                plain.append(seconds)
+                return answers
+
+            both = [call() for call in ((forked, separate) if turn % 2 else (separate, forked))]
+            if not all(map(torch.equal, *both)):
+                raise EvaluationError(
+                    f"{policy}: a fork answers differently than a cache of its own. This is a "
+                    "fault of kvcompress or of the policy; please report it."
+                )
+    name = f"10 questions on {length} with {policy}, forked / prefill and 10 decodes"
+    return compare(name, "s", ours, plain)
+
+
 def _alone(measure: Callable[..., Ratio], *arguments: Any) -> list[Ratio]:
     return [measure(*arguments)]
 
@@ -177,6 +239,7 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
     from kvcompress import press
     from kvcompress.models import load
     from kvcompress_eval.measure import cache_of
+    from kvcompress_eval.memory import Memory
 
     torch.set_num_threads(options["threads"])
     model, _ = load(options["model"], device=options["device"])
@@ -185,7 +248,7 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
     with torch.inference_mode():
         _forward(model, ids[:, :64], None)
         gc.collect()
-        memory = _Memory(model.device)
+        memory = Memory(model.device)
         if policy is None:
             output = _forward(model, ids, None)
         else:
@@ -198,52 +261,6 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
         result["lasting"] = memory.lasting()
         assert cache.get_seq_length() == options["length"]
     return result
-
-
-class _Memory:
-    """Growth since it was made: the allocator's on CUDA, the resident set's on the CPU."""
-
-    def __init__(self, device: Any) -> None:
-        import torch
-
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._start = torch.cuda.memory_allocated()
-        else:
-            _trim()
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            self._start = _status("VmRSS")
-
-    def peak(self) -> float:
-        """MiB at most since the start."""
-        import torch
-
-        now = torch.cuda.max_memory_allocated() if self._cuda else _status("VmHWM")
-        return (now - self._start) / 2**20
-
-    def lasting(self) -> float:
-        """MiB now."""
-        import torch
-
-        if self._cuda:
-            return (torch.cuda.memory_allocated() - self._start) / 2**20
-        _trim()
-        return (_status("VmRSS") - self._start) / 2**20
-
-
-def _trim() -> None:
-    """Give freed memory back to the system, so that the resident set is what is in use."""
-    import ctypes
-
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {key}; memory is measured on Linux or CUDA only.")
 
 
 def _random_ids(model: Any, length: int) -> Any:
@@ -294,13 +311,18 @@ def bench(
     options = {"model": model, "length": length, "device": device, "threads": threads}
     if what in (What.memory, What.all):
         jobs += [partial(memory_ratios, options, each.to_string(), repeats) for each in chosen]
-    if what in (What.decode, What.prefill, What.all):
+    if what is not What.memory:
         loaded, _ = load(model, device=device)
+        measures: dict[What, tuple[Callable[..., Ratio], int]] = {
+            What.decode: (decode_ratio, steps),
+            What.prefill: (prefill_ratio, repeats),
+            What.questions: (question_ratio, repeats),
+        }
+        wanted = measures if what is What.all else [what]
         for each in chosen:
-            if what is not What.prefill:
-                jobs.append(partial(_alone, decode_ratio, loaded, each, length, steps))
-            if what is not What.decode:
-                jobs.append(partial(_alone, prefill_ratio, loaded, each, length, repeats))
+            for name in wanted:
+                measure, times = measures[name]
+                jobs.append(partial(_alone, measure, loaded, each, length, times))
     ratios: list[Ratio] = []
     console = Console()
     for job in track(jobs, description="measuring", console=console):

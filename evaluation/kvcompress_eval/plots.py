@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcompress_eval.long_prompts import Reading
 from kvcompress_eval.needle import Needle
 from kvcompress_eval.needle_grid import Found
 from kvcompress_eval.scores import Panel
@@ -80,6 +81,34 @@ def plot_needles(records: Sequence[Found], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     assert image is not None
     figure.colorbar(image, ax=grid, label="share of seeds that were answered")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_lengths(readings: Sequence[Reading], path: Path, title: str) -> None:
+    """Memory and time over length, and the rows held while the shortest prompt is read."""
+    figure, (memory, seconds, rows) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for how, style in (("chunks", "o-"), ("plain", "s--")):
+        group = sorted((each for each in readings if each.how == how), key=lambda e: e.tokens)
+        lengths = [each.tokens for each in group]
+        memory.plot(lengths, [each.peak_mib for each in group], style, ms=4, label=how)
+        seconds.plot(lengths, [each.seconds for each in group], style, ms=4, label=how)
+    for axis, label in ((memory, "peak memory above the model (MiB)"), (seconds, "seconds")):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("prompt (tokens)")
+        axis.set_ylabel(label)
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    shortest = min((each for each in readings if each.held), key=lambda each: each.tokens)
+    seen, held = zip(*shortest.held, strict=True)
+    rows.plot(seen, held, lw=0.8, label="chunks")
+    rows.plot([0, shortest.tokens], [0, shortest.tokens], "--", lw=1, label="plain")
+    rows.set_xlabel(f"tokens read, of {shortest.tokens}")
+    rows.set_ylabel("rows that a layer holds after each forward")
+    rows.legend(fontsize=8)
+    rows.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

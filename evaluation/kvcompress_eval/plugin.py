@@ -12,6 +12,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
     from kvcompress_eval.lm_eval_command import lm_eval
+    from kvcompress_eval.long_prompts import long_prompts
     from kvcompress_eval.needle_grid import needle
     from kvcompress_eval.stream import stream
 
@@ -20,5 +21,6 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command()(demo)
     app.command()(bench)
     app.command()(needle)
+    app.command()(long_prompts)
     app.command()(stream)
     app.command()(compare)

@@ -60,7 +60,7 @@ def test_bench_measures_both_in_turn(saved_model, tmp_path):
     from kvcompress_eval.bench import What, bench
 
     out = tmp_path / "bench.jsonl"
-    for what in (What.decode, What.prefill, What.memory):
+    for what in (What.decode, What.prefill, What.memory, What.questions):
         bench(
             what=what,
             model=str(saved_model),
@@ -74,7 +74,8 @@ def test_bench_measures_both_in_turn(saved_model, tmp_path):
         )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     ratios = [ratio for record in records for ratio in record["ratios"]]
-    assert [ratio["pairs"] for ratio in ratios] == [5, 2, 2, 2]
+    assert [ratio["pairs"] for ratio in ratios] == [5, 2, 2, 2, 2]
+    assert ratios[-1]["name"].startswith("10 questions on 96 with snapkv:capacity=40")
     assert ratios[0]["name"].startswith("decode after 96 -> 40 with snapkv:capacity=40")
     assert all(ratio["ours"] > 0 and ratio["plain"] > 0 for ratio in ratios[:2])
     assert all(record["policies"] == ["snapkv:capacity=40:window_size=8"] for record in records)
@@ -165,3 +166,33 @@ def test_each_goes_first_half_of_the_time():
     assert "".join(name[0] for name in order) == "pooppoop"
     ratio = compare("x", "s", [2.0, 3.0, 4.0], [2.0, 2.0, 2.0])
     assert (ratio.ratio, ratio.low, ratio.high) == (1.5, 1.0, 2.0)
+
+
+def test_long_prompts_in_bounded_memory(call, saved_model, tmp_path):
+    out = tmp_path / "long.png"
+    code, shown, err = call(
+        "long-prompts", "--model", saved_model, "--layers", 1, "--policy",
+        "snapkv:capacity=40:window_size=8", "--prefill-chunk-size", 64, "--tokens", 256,
+        "--tokens", 640, "--plain-up-to", 256, "--threads", 1, "--device", "cpu", "--out", out,
+    )  # fmt: skip
+    assert code == 0, err
+    assert out.read_bytes()[:4] == b"\x89PNG"
+    record = json.loads(out.with_suffix(".json").read_text())
+    read = [(each["how"], each["tokens"]) for each in record["readings"]]
+    assert read == [("chunks", 256), ("plain", 256), ("chunks", 640)]
+    assert [each["held"] for each in record["readings"]] == [[[256, 40]], [], [[640, 40]]]
+    assert all(each["seconds"] > 0 for each in record["readings"])
+    assert set(record["fits"]) == {"chunks seconds", "chunks peak_mib"} and "R²" in shown
+    code, _, err = call("long-prompts", "--layers", 99, "--model", saved_model, "--out", out)
+    assert code == 1 and "--layers 99" in err
+
+
+def test_a_line_through_points():
+    from kvcompress_eval.long_prompts import Reading, fit
+
+    points = [Reading("chunks", tokens, 2 + tokens / 500, 7.0, []) for tokens in (1000, 2000, 4000)]
+    line = fit(points, "seconds")
+    assert (line.base, line.slope, line.r_squared) == pytest.approx((2, 1 / 500, 1))
+    assert fit(points, "peak_mib").exponent == pytest.approx(0, abs=1e-9)
+    squares = [Reading("plain", tokens, tokens**2, 1.0, []) for tokens in (1000, 2000, 4000)]
+    assert fit(squares, "seconds").exponent == pytest.approx(2)
