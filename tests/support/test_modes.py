@@ -272,6 +272,64 @@ def chunks(trial):
         trial.check_reference(output)
 
 
+@mode("session.prefill in chunks", padded=True)
+def prefill_in_chunks(trial):
+    """After every chunk some rows go; the oracle hides each from then on."""
+    from kvcompress.testing.oracle import Evictions, oracle
+
+    evictions, ids, ends = Evictions(), trial.reference().sequences, trial.ends()[1:]
+    with trial.press() as session:
+
+        def look(*_):
+            evictions.look(session.cache)
+
+        cache = session.prefill(**trial.inputs, chunk_size=32, hold_back=0, progress=look)
+        handle = trial.model.register_forward_hook(look)
+        try:
+            logits, _ = trial.loop(ids, ends, cache, start=PROMPT)
+        finally:
+            handle.remove()
+    assert evictions.evicted(0) > 0
+    # Keys that were moved it cannot hide: the same pieces are fed by hand.
+    pieces = [PROMPT - 64, PROMPT - 32, PROMPT, *ends] if trial.moves else ends
+    with trial.press() if trial.moves else oracle(trial.model, evictions):
+        theirs, _ = trial.loop(ids, pieces)
+    same(logits, theirs[-len(logits) :])
+
+
+@mode("session.ask, a fork")
+def asked(trial):
+    """As generate with the whole conversation on a cache of its own."""
+    question = trial.inputs["input_ids"][:, :9].flip(1)
+    said = torch.cat([trial.inputs["input_ids"], question], dim=1)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    with trial.press() as session:
+        cache, own = (
+            session.prefill(trial.inputs["input_ids"], chunk_size=32, hold_back=0) for _ in range(2)
+        )
+        before = copy.deepcopy(cache)
+        answers = [session.ask(cache, question, **options) for _ in range(2)]
+        expected = trial.generate(own, {"input_ids": said, "attention_mask": trial.mask(said)})
+    trial.check_kept(cache, before)
+    for answer in answers:
+        assert torch.equal(answer, expected.sequences[:, -NEW:])
+
+
+@mode("saved and loaded")
+def saved_and_loaded(trial):
+    import tempfile
+    from pathlib import Path
+
+    with trial.press() as session, tempfile.TemporaryDirectory() as folder:
+        cache = session.prefill(**trial.inputs, chunk_size=32)
+        session.save(cache, Path(folder) / "cache.safetensors")
+        loaded = session.load(Path(folder) / "cache.safetensors")
+        expected, output = trial.generate(cache), trial.generate(loaded)
+    assert torch.equal(output.sequences, expected.sequences)
+    same(output.logits, expected.logits)
+    trial.check_kept(output[trial.argument], expected[trial.argument])
+
+
 @mode("inputs_embeds", padded=True)
 def embeds(trial):
     with torch.no_grad():
