@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvcompress.cache import KVLayer
@@ -34,6 +33,12 @@ def default_lookahead(policy: Policy, num_layers: int) -> int:
     return max(part.query_tokens(layer, num_layers) for layer in range(num_layers))
 
 
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 class ChunkedPrefill:
     """The prefill of one prompt: what is fed when, and what is taken out again.
 
@@ -41,8 +46,8 @@ class ChunkedPrefill:
         model: Whatever is called with tokens.
         cache: An empty compressed cache.
         cache_name: What the model calls it.
-        input_ids: batch x prompt.
-        attention_mask: The same; 0 for padding, at the left.
+        input_ids: Token ids, batch x prompt.
+        attention_mask: The same or None; 0 for padding, at the left.
         chunk_size: Tokens that are fed between two evictions.
         lookahead: How many of the prompt's last tokens vote after every chunk; None for
             `default_lookahead`. With 0 every chunk is judged by its own end.
@@ -59,20 +64,28 @@ class ChunkedPrefill:
         model: Any,
         cache: CompressedCache,
         cache_name: str,
-        input_ids: Int[Tensor, "batch prompt"],
-        attention_mask: Int[Tensor, "batch prompt"] | Bool[Tensor, "batch prompt"] | None,
+        input_ids: Any,
+        attention_mask: Any,
         *,
-        chunk_size: int,
-        lookahead: int | None,
-        hold_back: int,
+        chunk_size: Any,
+        lookahead: Any,
+        hold_back: Any,
     ) -> None:
         state = state_of(cache)
         assert state is not None
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.numel() == 0:
+            raise ShapeError(f"input_ids is {_described(input_ids)}; it must be (batch, prompt).")
+        if attention_mask is not None and not isinstance(attention_mask, Tensor):
+            raise ShapeError(
+                f"attention_mask is {_described(attention_mask)}; it must be (batch, prompt)."
+            )
         self._model, self._cache, self._state, self._name = model, cache, state, cache_name
         self._ids = input_ids
         self._mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         self._positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
+        self._reads = ""
         if lookahead is None:
+            self._reads = " (as many queries as it reads)"
             lookahead = default_lookahead(state.policy, state.num_layers)
             shortest = int(self._mask.sum(dim=1).min())
             lookahead = min(lookahead, max(shortest - max(hold_back, 1), 0))
@@ -84,8 +97,8 @@ class ChunkedPrefill:
         sizes = {"chunk_size": (self._chunk, 1), "lookahead": (self._lookahead, 0)}
         sizes |= {"hold_back": (self._hold_back, 0)}
         for name, (value, least) in sizes.items():
-            if value < least:
-                raise ShapeError(f"{name}={value} must be at least {least}.")
+            if not isinstance(value, int) or value < least:
+                raise ShapeError(f"{name}={value!r} must be a whole number, at least {least}.")
         for name in ("lookahead", "hold_back"):
             if sizes[name][0] >= total:
                 raise ShapeError(
@@ -121,9 +134,9 @@ class ChunkedPrefill:
         least = min(part.budget(total, layer, layers) for layer in range(layers))
         if least <= extra:
             raise PolicyConfigError(
-                f"{part} keeps {least} rows in some layer, and lookahead={self._lookahead}, "
-                f"hold_back={self._hold_back} need more than {extra}. Use a larger capacity or "
-                "smaller ones of these."
+                f"{part} keeps {least} rows in some layer, and lookahead={self._lookahead}"
+                f"{self._reads}, hold_back={self._hold_back} need more than {extra}. Use a larger "
+                "capacity, or give smaller ones of these."
             )
         pads = self._mask.argmax(dim=1)
         if not torch.equal(self._mask.sum(dim=1), total - pads):

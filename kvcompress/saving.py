@@ -46,6 +46,7 @@ def save_cache(
         tokenizer: What its text was read with, if loading is to check it.
 
     Raises:
+        CacheFileError: The path is no place for a file.
         UnsupportedCacheError: Its prompt is still open, it is quantized or empty, or it has layers
             that cannot be saved.
     """
@@ -82,6 +83,11 @@ def save_cache(
     text = json.dumps(header, sort_keys=True)
     metadata = {_KEY: text, "digest": hashlib.sha256(text.encode()).hexdigest()}
     path = Path(path)
+    if not path.parent.is_dir() or path.is_dir():
+        raise CacheFileError(
+            f"{path} cannot be written: {path.parent} must be a folder, and {path.name} none. Make "
+            "the folder, or give another path."
+        )
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:

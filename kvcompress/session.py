@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -143,8 +142,8 @@ class Session:
 
     def prefill(
         self,
-        input_ids: Int[Tensor, "batch prompt"],
-        attention_mask: Int[Tensor, "batch prompt"] | Bool[Tensor, "batch prompt"] | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
         *,
         chunk_size: int,
         lookahead: int | None = None,
@@ -180,7 +179,7 @@ class Session:
 
         Raises:
             PolicyConfigError: The policy's budget is not fixed, or too small for that.
-            ShapeError: The sizes do not fit together.
+            ShapeError: The sizes do not fit together, or are none.
             UnsupportedModeError: The policy cannot act like this.
         """
         cache = CompressedCache(self._model, self.policy)
@@ -201,7 +200,7 @@ class Session:
     def ask(
         self,
         cache: Cache,
-        question: Int[Tensor, "batch question"],
+        question: Tensor,
         *,
         fork: bool = True,
         **options: Any,
@@ -220,7 +219,7 @@ class Session:
                 share a batch.
             fork: Answer from a copy, so that the next question finds the cache as it was. Without,
                 the conversation goes on in it.
-            **options: For `generate`.
+            **options: For `generate`; beams and several answers included.
 
         Returns:
             The new tokens, batch x answer; what `generate` gives with `return_dict_in_generate`.
@@ -242,6 +241,12 @@ class Session:
             raise PressStateError(
                 f"A question has {tuple(question.shape)} tokens; pass (batch, at least one)."
             )
+        wider = _versions(options)
+        if wider > 1 and not fork:
+            raise PressStateError(
+                f"fork=False, and {wider} beams or answers of a question: it would not be known "
+                "which of them the conversation goes on from. Fork, or ask for one."
+            )
         held_back = cache.held_back
         contexts, asked = held_back.shape[0], question.shape[0]
         if asked != contexts and contexts > 1:
@@ -256,10 +261,12 @@ class Session:
         own = copy.deepcopy(cache) if fork else cache
         if asked != contexts:
             own.batch_repeat_interleave(asked)
+        if wider > 1:
+            own.batch_repeat_interleave(wider)
         ids = torch.cat([held_back.expand(asked, -1), question.to(held_back.device)], dim=1)
         columns = torch.arange(own.get_seq_length() + ids.shape[1], device=ids.device)
         state = state_of(own)
-        pads = columns[:1] if state is None or state.pads is None else state.pads[:, None]
+        pads = columns[:1] if state is None or state.pads is None else state.pads[::wider, None]
         generate: Any = self._model.generate
         output = generate(
             ids,
@@ -267,12 +274,10 @@ class Session:
             **{cache_argument(self._model): own},
             **options,
         )
-        if isinstance(output, Tensor):
-            output = output[:, ids.shape[1] :]
-            own.hold_back(output[:, -1:])  # the last token of an answer is not fed
-        else:
-            own.hold_back(output.sequences[:, -1:])
-        return output
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        if not fork:
+            own.hold_back(sequences[:, -1:])  # the last token of an answer is not fed
+        return output[:, ids.shape[1] :] if isinstance(output, Tensor) else output
 
     def save(
         self,
@@ -350,6 +355,13 @@ def cache_argument(module: nn.Module) -> str:
     # Renamed from past_key_values to cache in transformers 5.24.
     parameters = inspect.signature(type(module).forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
+
+
+def _versions(options: dict[str, Any]) -> int:
+    """How many rows of a cache `generate` needs for each of its prompts: beams, or answers."""
+    config = options.get("generation_config")
+    names = ("num_beams", "num_return_sequences")
+    return max(options.get(name) or getattr(config, name, None) or 1 for name in names)
 
 
 def _will_cache(module: PreTrainedModel, kwargs: dict[str, Any]) -> bool:

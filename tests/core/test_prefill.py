@@ -208,6 +208,13 @@ def test_policies_that_keep_a_record(make_model, prompt):
     ("policy", "options", "error", "said"),
     [
         (POLICY, {"chunk_size": 0}, "ShapeError", r"chunk_size=0 .* at least 1"),
+        (POLICY, {"input_ids": torch.ones(9)}, "ShapeError", r"of shape \(9,\); it must be"),
+        (
+            "scissorhands:capacity=24:history=400",
+            {},
+            "PolicyConfigError",
+            r"lookahead=\d+ \(as many queries as it reads\)",
+        ),
         (POLICY, {"lookahead": -1}, "ShapeError", r"lookahead=-1"),
         (POLICY, {"hold_back": 130}, "ShapeError", r"hold_back=130, and the prompt has 130"),
         (POLICY, {"lookahead": 24}, "PolicyConfigError", r"keeps 24 rows .* lookahead=24"),
@@ -223,9 +230,30 @@ def test_policies_that_keep_a_record(make_model, prompt):
 def test_what_cannot_be_is_refused(make_model, prompt, policy, options, error, said):
     import kvcompress
 
-    ids = prompt(130)["input_ids"]
+    given = {"input_ids": prompt(130)["input_ids"], "chunk_size": 16} | options
     with pytest.raises(getattr(kvcompress, error), match=said):
-        kvcompress.press(make_model(), policy).prefill(ids, **{"chunk_size": 16} | options)
+        kvcompress.press(make_model(), policy).prefill(**given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"input_ids": [[5, 6]]}, "input_ids is a list"),
+        ({"attention_mask": [[1, 1]]}, "attention_mask is a list"),
+        ({"chunk_size": "512"}, "chunk_size='512' must be a whole number"),
+        ({"lookahead": 2.5}, "lookahead=2.5 must be a whole number"),
+    ],
+)
+def test_what_is_no_tensor_or_number_is_refused(make_model, prompt, wrong, said):
+    from kvcompress import CompressedCache, ShapeError
+    from kvcompress.prefill import ChunkedPrefill
+
+    given = {"input_ids": prompt(130)["input_ids"], "attention_mask": None}
+    given |= {"chunk_size": 16, "lookahead": 0, "hold_back": 1}
+    with pytest.raises(ShapeError, match=said):
+        ChunkedPrefill(
+            make_model(), CompressedCache(make_model(), POLICY), "cache", **given | wrong
+        )
 
 
 def test_batches_that_cannot_be_are_refused(make_model, prompt):
@@ -281,6 +309,34 @@ def test_questions_find_the_context_as_it_was(make_model, prompt, later, hold_ba
         together = session.ask(cache, torch.cat(questions), **GREEDY)
     assert torch.equal(together, torch.cat(answers))
     assert len({tuple(answer[0].tolist()) for answer in answers}) > 1
+
+
+@pytest.mark.parametrize("contexts", [1, 2])
+def test_questions_are_answered_by_beams_and_several_times(make_model, prompt, contexts):
+    from transformers import GenerationConfig
+
+    from kvcompress import press
+    from kvcompress.session import cache_argument
+
+    model, batch = make_model(), prompt(*(130, 121)[:contexts])
+    questions = prompt(9, seed=5)["input_ids"].expand(contexts, -1)
+    beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6, "do_sample": False}
+    with press(model, POLICY) as session:
+        cache = session.prefill(**batch, chunk_size=32, hold_back=0)
+        found = session.ask(cache, questions, **beams)
+        again = session.ask(cache, questions, generation_config=GenerationConfig(**beams))
+        own = session.prefill(**batch, chunk_size=32, hold_back=0)
+        own.batch_repeat_interleave(3)
+        said = torch.cat([batch["input_ids"], questions], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones_like(questions)], dim=1)
+        output = model.generate(said, attention_mask=mask, **{cache_argument(model): own}, **beams)
+        assert torch.equal(found, output[:, 139:]) and torch.equal(again, found)
+        assert found.shape[0] == 2 * contexts
+        torch.manual_seed(3)
+        several = session.ask(
+            cache, questions, num_return_sequences=4, do_sample=True, max_new_tokens=6
+        )
+    assert several.shape == (4 * contexts, 6)
 
 
 def test_a_conversation_goes_on_in_a_fork(make_model, prompt):
@@ -341,3 +397,5 @@ def test_questions_that_cannot_be_asked(make_model, prompt):
         session.ask(cache, question.expand(2, -1), fork=False)
     with pytest.raises(PressStateError, match="at least one"):
         session.ask(cache, question[:, :0])
+    with pytest.raises(PressStateError, match=r"fork=False, and 3 beams"):
+        session.ask(session.prefill(**prompt(60), chunk_size=32), question, fork=False, num_beams=3)

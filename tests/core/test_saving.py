@@ -199,7 +199,7 @@ def test_a_file_is_written_whole_or_not_at_all(saved, monkeypatch):
 def test_what_cannot_be_saved(make_model, prompt, tmp_path):
     from transformers import DynamicCache
 
-    from kvcompress import CompressedCache, UnsupportedCacheError, press
+    from kvcompress import CacheFileError, CompressedCache, UnsupportedCacheError, press
 
     session = press(make_model(), POLICIES["window"])
     cache = CompressedCache(make_model(), POLICIES["window"])
@@ -211,5 +211,10 @@ def test_what_cannot_be_saved(make_model, prompt, tmp_path):
     with pytest.raises(UnsupportedCacheError, match="CompressedCache"):
         session.save(DynamicCache(), tmp_path / "plain")
     cache.end_prefill()
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "nowhere" / "cache", tmp_path / "folder"):
+        with pytest.raises(CacheFileError, match="cannot be written"):
+            session.save(cache, path)
+    (tmp_path / "folder").rmdir()
     session.save(cache, tmp_path / "ended")
     assert [path.name for path in tmp_path.iterdir()] == ["ended"]
