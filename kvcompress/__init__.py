@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcompress.policy import DecodePolicy, LayerView, Policy
     from kvcompress.report import LayerReport, Report
     from kvcompress.session import Session, press
+    from kvcompress.spans import role_ranges, text_ranges
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,8 @@ __all__ = [
     "hookimpl",
     "policy_from",
     "press",
+    "role_ranges",
+    "text_ranges",
 ]
 
 _LAZY = {
@@ -85,6 +88,8 @@ _LAZY = {
     "Session": "session",
     "policy_from": "plugins",
     "press": "session",
+    "role_ranges": "spans",
+    "text_ranges": "spans",
 }
 
 

@@ -39,7 +39,7 @@ class ComposedPolicy(Policy):
     @classmethod
     def _one_budget(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
-            unset = {"capacity": None, "keep_ratio": None, "later_turns": "revote"}
+            unset = {"capacity": None, "keep_ratio": None, "later_turns": "revote", "protect": ()}
             own = [name for name, value in unset.items() if data.get(name, value) != value]
             if own:
                 raise ValueError(
@@ -70,6 +70,11 @@ class ComposedPolicy(Policy):
             )
         self._check_unmoved(1)
         if self.scope == "all":
+            if self.prefill.protect != self.decode.protect:
+                raise ValueError(
+                    f"{pair}: the parts protect different tokens, so that one would evict what the "
+                    "other has to keep. Give both the same protect."
+                )
             if self.prefill.later_turns != "revote":
                 raise ValueError(
                     f"{pair}: later_turns={self.prefill.later_turns!r} keeps earlier turns beyond "

@@ -26,6 +26,34 @@ def _no_flag(value: Any) -> Any:
 
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_flag)]
 NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_no_flag)]
+
+
+def _ranges(value: Any) -> tuple[str, ...]:
+    """Ranges of tokens in their text form, in order and merged; read from text or pairs."""
+    single = isinstance(value, str) or (
+        len(value) == 2 and all(isinstance(bound, int) for bound in value)
+    )
+    pairs = sorted(_bounds(each) for each in ([value] if single else value))
+    merged: list[tuple[int, int]] = []
+    for start, end in pairs:
+        if merged and start <= merged[-1][1]:
+            start, end = merged[-1][0], max(end, merged.pop()[1])
+        merged.append((start, end))
+    return tuple(f"{start}-{end}" for start, end in merged)
+
+
+def _bounds(value: Any) -> tuple[int, int]:
+    parts = value.split("-") if isinstance(value, str) else list(value)
+    numbers = [int(part) for part in parts if str(part).isdecimal()]
+    if len(parts) != 2 or len(numbers) != 2 or numbers[0] >= numbers[1]:
+        raise ValueError(
+            f"{value!r} is no range of tokens; it is written first-end, the end not included: "
+            "0-40 are the first forty."
+        )
+    return numbers[0], numbers[1]
+
+
+Ranges = Annotated[tuple[str, ...], BeforeValidator(_ranges)]
 PerLayer = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 """One value for all layers, or one value for each hosted layer."""
 
@@ -176,6 +204,12 @@ class Policy(BaseModel):
         "more.",
     )
 
+    protect: Ranges = Field(
+        default=(),
+        description="Tokens that are always kept, by their numbers in the conversation: 0-40 are "
+        "the first forty; several ranges as 0-40/812-830. Part of the budget.",
+    )
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
@@ -239,12 +273,25 @@ class Policy(BaseModel):
         raise NotImplementedError
 
     def protected(self, view: LayerView) -> Bool[Tensor, "#batch #kv_heads held"] | None:
-        """Rows that must be kept whatever their score; at most `protected_tokens` of them."""
+        """Rows that must be kept whatever their score; at most `protected_tokens` of them.
+
+        Those of the field `protect` are core's.
+        """
         return None
 
     def protected_tokens(self, layer_idx: int, num_layers: int) -> int:
         """How many rows `protected` may name; the budget is always larger."""
         return 0
+
+    @functools.cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """`protect` as numbers, the ends not included."""
+        return tuple(map(_bounds, self.protect))
+
+    def fixed_tokens(self, layer_idx: int, num_layers: int) -> int:
+        """How many rows are kept in any case: the budget is always larger."""
+        named = sum(end - start for start, end in self.ranges)
+        return named + self.protected_tokens(layer_idx, num_layers)
 
     def query_tokens(self, layer_idx: int, num_layers: int) -> int:
         """How many of the last queries `scores` reads; 0 if it reads none.
@@ -286,7 +333,7 @@ class Policy(BaseModel):
             capacity: int = self.at("capacity", layer_idx)
             return capacity
         share = math.floor(self.keep_ratio * prompt_tokens + 1e-9)
-        return max(share, self.protected_tokens(layer_idx, num_layers) + 1)
+        return max(share, self.fixed_tokens(layer_idx, num_layers) + 1)
 
     def part(self, phase: Phase) -> "Policy | None":
         """The policy that evicts in a phase, or None: itself, unless it is composed of others."""
@@ -320,13 +367,19 @@ class Policy(BaseModel):
                     f"{self.name}: {name} lists {len(value)} values, but the model has "
                     f"{num_layers} full-attention layers. Give one value, or {num_layers}."
                 )
+        if self.protect and any(self.reindexed_tokens(i, num_layers) for i in range(num_layers)):
+            raise PolicyConfigError(
+                f"{self.name}: protect={'/'.join(self.protect)} keeps rows among those that go, "
+                "and keys at the cache's front are moved up to the rows behind them. Use original "
+                "positions, or leave protect out."
+            )
         self._check_room(num_layers)
 
     def _check_room(self, num_layers: int) -> None:
         if self.capacity is None:
             return
         for layer in range(num_layers):
-            fixed = self.protected_tokens(layer, num_layers)
+            fixed = self.fixed_tokens(layer, num_layers)
             if self.at("capacity", layer) <= fixed:
                 raise PolicyConfigError(
                     f"{self.name}: capacity={self.at('capacity', layer)} in layer {layer} leaves "

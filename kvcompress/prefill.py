@@ -131,12 +131,14 @@ class ChunkedPrefill:
                 f"ones. Use lookahead=0 instead of {self._lookahead}."
             )
         extra = max(self._lookahead, self._hold_back)
+        named = sum(end - start for start, end in part.ranges)
         least = min(part.budget(total, layer, layers) for layer in range(layers))
-        if least <= extra:
+        if least <= extra + named:
+            beside = f" beside {named} tokens of protect" if named else ""
             raise PolicyConfigError(
                 f"{part} keeps {least} rows in some layer, and lookahead={self._lookahead}"
-                f"{self._reads}, hold_back={self._hold_back} need more than {extra}. Use a larger "
-                "capacity, or give smaller ones of these."
+                f"{self._reads}, hold_back={self._hold_back} need more than {extra}{beside}. Use "
+                "a larger capacity, or give smaller ones of these."
             )
         pads = self._mask.argmax(dim=1)
         if not torch.equal(self._mask.sum(dim=1), total - pads):

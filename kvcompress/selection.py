@@ -30,11 +30,12 @@ def batch_budget(
     """
     longest = max(lengths)
     budget = policy.budget(longest, layer_idx, num_layers)
-    fixed = max(policy.protected_tokens(layer_idx, num_layers), 1)
+    fixed = max(policy.fixed_tokens(layer_idx, num_layers), 1)
     if budget < fixed:
         raise PolicyConfigError(
             f"{policy}: budget() gave {budget} rows for layer {layer_idx} and a prompt of "
-            f"{longest} tokens; it must be at least {fixed}, the rows that are always kept."
+            f"{longest} tokens; it must be at least {fixed}, the rows that are always kept. Use a "
+            "larger budget, or protect fewer."
         )
     for length in set(lengths) - {longest}:
         alone, together = policy.budget(length, layer_idx, num_layers), budget
@@ -76,12 +77,21 @@ def judge(
             f"{policy.name}: scores() returned {scores.dtype} {tuple(scores.shape)}; it must "
             f"return torch.float32 {expected} (batch, kv_heads, held)."
         )
-    always = (policy.protected(view), keep_always)
+    always = (policy.protected(view), keep_always, _in_ranges(policy, view))
     return Judgement(
         scores,
         tuple(rows for rows in always if rows is not None),
         ~view.valid if view.padded else None,
     )
+
+
+def _in_ranges(policy: Policy, view: LayerView) -> Bool[Tensor, "batch kv_heads held"] | None:
+    """The rows of the tokens that the policy's `protect` names."""
+    inside = None
+    for start, end in policy.ranges:
+        own = (view.positions >= start) & (view.positions < end)
+        inside = own if inside is None else inside | own
+    return inside
 
 
 def final_scores(

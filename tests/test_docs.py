@@ -98,12 +98,13 @@ def test_compositions_in_the_readme_can_be_read():
 
 
 @pytest.fixture(scope="module")
-def guide():
-    """What the blocks of docs/policies.md define, run in one namespace."""
+def guide(saved_model):
+    """What the blocks of docs/policies.md define, run in one namespace with a tokenizer."""
     import torch
+    from transformers import AutoTokenizer
 
     torch.manual_seed(0)
-    names = {}
+    names = {"tokenizer": AutoTokenizer.from_pretrained(saved_model)}
     code = blocks("python", POLICIES)
     assert len(code) == POLICIES.read_text().count("```python")
     for block in code:

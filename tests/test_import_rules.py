@@ -26,7 +26,7 @@ PUBLIC_FOR_POLICIES = {"kvcompress", "kvcompress.hookspecs", "kvcompress.policy"
 # From the bottom up: a module imports only modules of lower ranks.
 RANKS = [
     {"errors", "report", "hookspecs"},
-    {"tensors", "timing", "models"},
+    {"tensors", "timing", "models", "spans"},
     {"policy"},
     {"composition"},
     {"selection", "plugins"},

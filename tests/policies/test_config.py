@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-FIELDS = "capacity, group_reduce, keep_ratio, kernel_size, later_turns, pooling, window_size"
+FIELDS = (
+    "capacity, group_reduce, keep_ratio, kernel_size, later_turns, pooling, protect, window_size"
+)
 
 
 def snapkv(**fields):
@@ -131,6 +133,7 @@ def test_defaults():
         "capacity": 2048,
         "keep_ratio": None,
         "later_turns": "revote",
+        "protect": (),
         "window_size": 32,
         "kernel_size": 5,
         "pooling": "avg",
