@@ -21,8 +21,19 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-PACKAGES = ("kvcompress", "torch", "transformers", "accelerate", "peft", "flash-attn")
-PACKAGES += ("optimum-quanto", "safetensors", "tokenizers", "lm_eval", "matplotlib")
+PACKAGES = (
+    "kvcompress",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "flash-attn",
+    "optimum-quanto",
+    "safetensors",
+    "tokenizers",
+    "lm_eval",
+    "matplotlib",
+)
 POLICY_HELP = "Policy, as name:field=value:...; `kvcompress policies` lists all."
 MODEL_HELP = "Hub id or path; smollm2 is the embedded default."
 
