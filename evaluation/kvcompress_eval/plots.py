@@ -113,6 +113,49 @@ def plot_lengths(readings: Sequence[Reading], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def plot_observations(rates: Mapping[str, Tensor], share: float, path: Path, title: str) -> None:
+    """Hit rates by layer: windows of the prompt, of the answer, questions, the question's place."""
+    figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    shown = rates["prompt windows"]
+    image = grid[0, 0].imshow(shown.numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    count = shown.shape[1]
+    grid[0, 0].set_xticks(range(count), [str(number - count) for number in range(count)])
+    grid[0, 0].set_xlabel("window of the prompt; -1 is its end")
+    grid[0, 0].set_title("what each window shares with the answer", fontsize=9, loc="left")
+    shown = rates["answer windows"]
+    image = grid[0, 1].imshow(shown.numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    grid[0, 1].set_xticks(range(shown.shape[1]), [str(each) for each in range(shown.shape[1])])
+    grid[0, 1].set_xlabel("window of the answer")
+    grid[0, 1].set_title("what the prompt's end shares with it", fontsize=9, loc="left")
+    for axis in grid[0]:
+        axis.set_ylabel("layer")
+    figure.colorbar(image, ax=list(grid[0]), label="hit rate")
+    questions = rates["questions"].mean(dim=0)
+    image = grid[1, 0].imshow(questions.numpy(), vmin=0, vmax=1, cmap="viridis")
+    names = [str(number + 1) for number in range(len(questions))]
+    grid[1, 0].set_xticks(range(len(names)), names)
+    grid[1, 0].set_yticks(range(len(names)), names)
+    for row, values in enumerate(questions.tolist()):
+        for column, value in enumerate(values):
+            ink = "black" if value > 0.6 else "white"
+            grid[1, 0].text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
+    grid[1, 0].set_xlabel("question")
+    grid[1, 0].set_ylabel("question")
+    grid[1, 0].set_title("what two questions share of the document", fontsize=9, loc="left")
+    figure.colorbar(image, ax=grid[1, 0], label="hit rate, mean of layers")
+    for name in ("question last", "question first"):
+        grid[1, 1].plot(rates[name].tolist(), "o-", ms=3, lw=1, label=name)
+    grid[1, 1].axhline(share, color="black", ls="--", lw=1, label="by chance")
+    grid[1, 1].set_ylim(0, 1)
+    grid[1, 1].set_xlabel("layer")
+    grid[1, 1].set_ylabel("hit rate")
+    grid[1, 1].set_title("what the answer uses that the prompt's end found", fontsize=9, loc="left")
+    grid[1, 1].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_losses(losses: Mapping[str, Tensor], tokens: int, path: Path, title: str) -> None:
     """Loss along a text: x position, y its mean over the last few hundred tokens."""
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")

@@ -14,6 +14,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.lm_eval_command import lm_eval
     from kvcompress_eval.long_prompts import long_prompts
     from kvcompress_eval.needle_grid import needle
+    from kvcompress_eval.observe import observe
     from kvcompress_eval.show import show
     from kvcompress_eval.stream import stream
 
@@ -23,6 +24,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command()(bench)
     app.command()(needle)
     app.command()(show)
+    app.command()(observe)
     app.command()(long_prompts)
     app.command()(stream)
     app.command()(compare)
