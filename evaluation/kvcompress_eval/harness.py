@@ -663,13 +663,14 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             known = store.get(_FINGERPRINT)
             if known is None and len(store) == 0:
                 store[_FINGERPRINT] = known = mine
-            if known != mine:
-                other = {} if known is None else known
-                differs = [
-                    f"{name} was {other.get(name)!r}, is {mine.get(name)!r}"
-                    for name in dict.fromkeys([*mine, *other])
-                    if other.get(name) != mine.get(name)
-                ]
+            other = {} if known is None else known
+            # A setting that an earlier release did not know is one that was not given.
+            differs = [
+                f"{name} was {other.get(name)!r}, is {mine.get(name)!r}"
+                for name in dict.fromkeys([*mine, *other])
+                if other.get(name) != mine.get(name)
+            ]
+            if differs:
                 raise EvaluationError(
                     "--use_cache: this file has answers of another run, and they would be taken "
                     f"for this one's. {'; '.join(differs)}. Give each run a file of its own."
