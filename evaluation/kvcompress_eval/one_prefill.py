@@ -16,6 +16,10 @@ from kvcompress.policy import Phase, Policy
 from kvcompress.session import cache_argument
 
 
+EVERYTHING = 2**40
+"""A capacity that no prompt reaches."""
+
+
 class _Waiting(Policy):
     """Remembers queries for the policies that come later, and evicts nothing itself."""
 
@@ -47,7 +51,7 @@ class OnePrefill:
         layers = len(hosted_layers(model.config))
         self._queries = max((_queries(policy, layers) for policy in policies), default=0)
         self._model, self._name, self._layers = model, cache_argument(model), layers
-        self._whole = CompressedCache(model, _Waiting(queries=self._queries))
+        self._whole = CompressedCache(model, _Waiting(capacity=EVERYTHING, queries=self._queries))
         with torch.inference_mode():
             self.logits: Tensor = self._feed(input_ids, self._whole)
             """Of the prompt's last token, 1 x vocabulary; it has read everything."""

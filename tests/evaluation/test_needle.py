@@ -85,6 +85,17 @@ def test_one_prefill_gives_what_each_policy_gives_alone(make_model, prompt, fami
             assert held == [layer.held_tokens for layer in again.layers]
 
 
+def test_the_whole_cache_stays_whole_however_long_the_prompt(make_model, prompt, monkeypatch):
+    from kvcompress_eval.one_prefill import OnePrefill
+
+    from kvcompress import Policy
+
+    monkeypatch.setattr(Policy, "default_capacity", 24)
+    tokens, cache = OnePrefill(make_model(), prompt(70)["input_ids"], [None]).answer(None, 4)
+    assert len(tokens) == 4
+    assert [layer.held_tokens for layer in cache.report().layers] == [73] * 3
+
+
 def test_a_prefill_serves_whom_it_was_made_for(make_model, prompt):
     from kvcompress_eval.one_prefill import OnePrefill
 
