@@ -128,8 +128,9 @@ def oracle(model: PreTrainedModel, evictions: Evictions) -> Iterator[None]:
             visible = evictions.visible(layer_idx, batch, q_len, key.shape[2])
             if visible is not None:
                 visible = visible.repeat_interleave(heads // visible.shape[1], dim=1)
+                visible = visible.to(query.device)
                 hidden = torch.finfo(query.dtype).min
-                extra = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, hidden)
+                extra = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, hidden)
                 mask = extra if mask is None else (mask + extra).clamp_(min=hidden)
             return function(module, query, key, value, mask, *args, **kwargs)
 
