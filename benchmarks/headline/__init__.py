@@ -1,0 +1,1 @@
+"""What `gpu_headline.py` is made of."""
