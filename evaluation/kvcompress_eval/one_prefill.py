@@ -15,7 +15,6 @@ from kvcompress.hosting import CompressedCache, hosted_layers, state_of
 from kvcompress.policy import Phase, Policy
 from kvcompress.session import cache_argument
 
-
 EVERYTHING = 2**40
 """A capacity that no prompt reaches."""
 
