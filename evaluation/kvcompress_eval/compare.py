@@ -10,14 +10,19 @@ import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcompress.errors import EvaluationError
-from kvcompress_eval.comparison import UNCOMPRESSED, Comparison, leaf_tasks, policy_fields
+from kvcompress_eval.comparison import (
+    UNCOMPRESSED,
+    Comparison,
+    leaf_tasks,
+    need,
+    policy_fields,
+)
 from kvcompress_eval.harness_run import MODEL, HarnessRun, Record, Records
 from kvcompress_eval.offline import LocalTask, Selection, read_local, tasks_folder
 from kvcompress_eval.scores import (
@@ -129,8 +134,7 @@ def make_plan(settings: Comparison) -> Plan:
     """
     policies = settings.policies()
     tasks_folder()
-    if find_spec("matplotlib") is None:
-        raise EvaluationError("The picture needs matplotlib. Run: pip install 'kvcompress[plots]'.")
+    need("matplotlib", "The picture", "plots")
     check_model_args(settings.model_args)
     check_launcher(settings.launch)
     paths = {model: model_path(model) for model in settings.model}

@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -157,6 +158,16 @@ def at_capacities(specs: Sequence[str], capacities: Sequence[int]) -> list["Poli
     ]
     found = [policy_from(each) for each in wanted]
     return list({policy.to_string(): policy for policy in found}.values())
+
+
+def need(package: str, purpose: str, extra: str) -> None:
+    """Find out before anything long is begun whether its end will fail.
+
+    Raises:
+        EvaluationError: The package is not installed; `purpose` needs it, and `extra` brings it.
+    """
+    if find_spec(package) is None:
+        raise EvaluationError(f"{purpose} needs {package}. Run: pip install 'kvcompress[{extra}]'.")
 
 
 def enter_folder(folder: Path, kind: str, settings: Mapping[str, Any]) -> None:

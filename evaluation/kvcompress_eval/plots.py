@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcompress_eval.comparison import UNCOMPRESSED
 from kvcompress_eval.long_prompts import Reading
 from kvcompress_eval.needle import Needle
 from kvcompress_eval.needle_grid import Found
+from kvcompress_eval.plan import GIB, Plan
 from kvcompress_eval.scores import Panel
 
 matplotlib.use("Agg")
@@ -189,5 +191,35 @@ def plot_comparison(panels: Sequence[Panel], path: Path) -> None:
         axis.set_xlabel("capacity (of a ratio or a composition: tokens held)", fontsize=8)
         axis.set_ylabel(panel.value, fontsize=8)
         axis.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_plan(needs: Mapping[str, Sequence[tuple[int, float]]], plan: Plan, path: Path) -> None:
+    """Memory against the length of the prompt, the card's size as a line.
+
+    Args:
+        needs: Of every cache, prompt tokens and the GiB that weights and cache need.
+        plan: What they are part of.
+        path: The picture.
+    """
+    figure, axis = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    for label, points in needs.items():
+        x, y = zip(*points, strict=True)
+        axis.plot(x, y, label=label, lw=1.4, color="black" if label == UNCOMPRESSED else None)
+    card, weights = plan.card_bytes / GIB, plan.weight_bytes / GIB
+    axis.axhline(card, color="tab:red", ls="--", lw=1, label=f"card, {card:g} GiB")
+    axis.axhline(weights, color="gray", ls=":", lw=1, label=f"weights, {weights:.1f} GiB")
+    axis.axvline(plan.prompt_tokens, color="gray", lw=0.6)
+    top = max(points[-1][1] for points in needs.values())
+    axis.set_ylim(0, 1.08 * max(card, min(top, 2 * card), weights))
+    axis.set_xlim(0, max(points[-1][0] for points in needs.values()))
+    axis.set_xlabel(f"prompt (tokens); the gray line: {plan.prompt_tokens}")
+    axis.set_ylabel("weights and cache (GiB)")
+    axis.legend(fontsize=8)
+    title = (
+        f"{plan.model.name}, {plan.model.dtype}, batch {plan.batch}, {plan.new_tokens} new tokens"
+    )
+    axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

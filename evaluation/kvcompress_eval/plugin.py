@@ -15,6 +15,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.long_prompts import long_prompts
     from kvcompress_eval.needle_grid import needle
     from kvcompress_eval.observe import observe
+    from kvcompress_eval.plan_command import plan
     from kvcompress_eval.show import show
     from kvcompress_eval.stream import stream
 
@@ -28,3 +29,4 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command()(long_prompts)
     app.command()(stream)
     app.command()(compare)
+    app.command()(plan)

@@ -196,3 +196,15 @@ def test_a_line_through_points():
     assert fit(points, "peak_mib").exponent == pytest.approx(0, abs=1e-9)
     squares = [Reading("plain", tokens, tokens**2, 1.0, []) for tokens in (1000, 2000, 4000)]
     assert fit(squares, "seconds").exponent == pytest.approx(2)
+
+
+def test_what_the_end_needs_is_asked_for_at_the_start():
+    from kvcompress_eval.comparison import need
+
+    from kvcompress import EvaluationError
+
+    need("torch", "Everything", "plots")
+    with pytest.raises(
+        EvaluationError, match=r"The picture needs no_such_thing.*kvcompress\[plots\]"
+    ):
+        need("no_such_thing", "The picture", "plots")
