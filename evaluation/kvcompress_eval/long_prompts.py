@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcompress.errors import EvaluationError
+from kvcompress_eval.comparison import need
 
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
 
@@ -147,6 +148,7 @@ def long_prompts(
     ),
 ) -> None:
     """Measure a prefill in chunks over the prompt's length, beside plain prefill."""
+    need("matplotlib", "The picture", "plots")
     import torch
     import transformers
     from rich import box

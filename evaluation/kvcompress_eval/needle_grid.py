@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcompress.errors import EvaluationError
-from kvcompress_eval.comparison import UNCOMPRESSED, at_capacities, enter_folder
+from kvcompress_eval.comparison import UNCOMPRESSED, at_capacities, enter_folder, need
 from kvcompress_eval.needle import Kind, Needle, make_needle
 
 if TYPE_CHECKING:
@@ -218,6 +218,7 @@ def needle(
 
     if lookahead and prefill_chunk_size is None:
         raise EvaluationError("--lookahead is for --prefill-chunk-size; give that too.")
+    need("matplotlib", "The picture", "plots")
     specs = policy or DEFAULT
     amounts = capacity or ([256, 512] if policy is None else [])
     settings = settings_for(at_capacities(specs, amounts), prefill_chunk_size, lookahead or [])

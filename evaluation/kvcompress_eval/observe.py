@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcompress_eval.comparison import need
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,6 +60,7 @@ def observe(
     ),
 ) -> None:
     """Measure whether the prompt's end knows what the answer will attend to."""
+    need("matplotlib", "The picture", "plots")
     import torch
     import transformers
     from rich.console import Console
