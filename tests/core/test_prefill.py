@@ -82,10 +82,15 @@ def test_one_chunk_keeps_what_an_ordinary_prefill_keeps(make_model, prompt, poli
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_left_alone_forget_what_looked_ahead(make_model, prompt, family):
     """The chunked prefill of a capacity that is never reached gives the plain model's answer."""
-    from kvcompress import press
+    from kvcompress import UnsupportedModelError, press
+    from kvcompress.hosting import hosted_layers
     from kvcompress.testing.models import ONLY_EAGER
 
     model = make_model(family, "eager" if family in ONLY_EAGER else "sdpa")
+    try:
+        hosted_layers(model.config)
+    except UnsupportedModelError:
+        pytest.skip("this transformers is too old for the cache of this family")
     inputs = prompt(70)
     plain = model.generate(**inputs, **GREEDY)
     session = press(model, "snapkv:capacity=100:window_size=6")
