@@ -39,6 +39,35 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def check_chunks(policy: Policy, num_layers: int, lookahead: int | None) -> None:
+    """Refuse a policy that cannot act on a prompt in chunks, whatever the prompt.
+
+    Raises:
+        PolicyConfigError: Its budget is not fixed.
+        UnsupportedModeError: It leaves the prompt whole, or cannot look ahead.
+    """
+    part = policy.part("prefill")
+    if part is None:
+        raise UnsupportedModeError(
+            f"{policy} leaves the prompt whole, so its cache cannot be bounded. Compose it "
+            "with a policy for the prompt."
+        )
+    if part.keep_ratio is not None:
+        raise PolicyConfigError(
+            f"{part} keeps a share of the prompt, which bounds nothing. Give it a capacity."
+        )
+    if lookahead and policy.observer("prefill") is not None:
+        raise UnsupportedModeError(
+            f"{policy} keeps a record of all queries, in which the look-ahead would count once "
+            f"for every chunk. Use lookahead=0 instead of {lookahead}."
+        )
+    if lookahead and any(part.reindexed_tokens(i, num_layers) for i in range(num_layers)):
+        raise UnsupportedModeError(
+            f"{policy} moves keys to other positions, and the look-ahead is fed at its true "
+            f"ones. Use lookahead=0 instead of {lookahead}."
+        )
+
+
 class ChunkedPrefill:
     """The prefill of one prompt: what is fed when, and what is taken out again.
 
@@ -110,26 +139,9 @@ class ChunkedPrefill:
                 f"attention_mask is {tuple(self._mask.shape)} and input_ids "
                 f"{tuple(self._ids.shape)}; both must be (batch, prompt)."
             )
+        check_chunks(policy, layers, self._lookahead)
         part = policy.part("prefill")
-        if part is None:
-            raise UnsupportedModeError(
-                f"{policy} leaves the prompt whole, so its cache cannot be bounded. Compose it "
-                "with a policy for the prompt."
-            )
-        if part.keep_ratio is not None:
-            raise PolicyConfigError(
-                f"{part} keeps a share of the prompt, which bounds nothing. Give it a capacity."
-            )
-        if self._lookahead and policy.observer("prefill") is not None:
-            raise UnsupportedModeError(
-                f"{policy} keeps a record of all queries, in which the look-ahead would count once "
-                f"for every chunk. Use lookahead=0 instead of {self._lookahead}."
-            )
-        if self._lookahead and any(part.reindexed_tokens(i, layers) for i in range(layers)):
-            raise UnsupportedModeError(
-                f"{policy} moves keys to other positions, and the look-ahead is fed at its true "
-                f"ones. Use lookahead=0 instead of {self._lookahead}."
-            )
+        assert part is not None
         extra = max(self._lookahead, self._hold_back)
         named = sum(end - start for start, end in part.ranges)
         least = min(part.budget(total, layer, layers) for layer in range(layers))

@@ -28,10 +28,16 @@ from kvcompress import (
 )
 from kvcompress.hosting import hostable_model, hosted_layers
 from kvcompress.models import DEFAULT_MODEL, default_path
+from kvcompress.prefill import check_chunks
 from kvcompress.session import cache_argument
 from kvcompress_eval.comparison import UNCOMPRESSED
 from kvcompress_eval.measure import cache_of
-from kvcompress_eval.model_args import check_settings, make_policy, split_fields
+from kvcompress_eval.model_args import (
+    check_settings,
+    make_policy,
+    split_fields,
+    unknown_argument,
+)
 from kvcompress_eval.nltk_data import check_punkt
 from kvcompress_eval.samples import Sample, dense_bytes, held_rows, summary
 
@@ -126,6 +132,9 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         check_settings(self.settings)
         fields, arguments = split_fields(arguments, self.settings, HFLM)
         self.policy = make_policy(policy, fields)
+        if self.policy is None:
+            # Not recorded either: such a run reads every prompt at once.
+            self.settings |= {"prefill_chunk_size": None, "lookahead": None}
         if compress == "context" and arguments.get("truncation"):
             raise EvaluationError(
                 "model_args: truncation=True cuts prompts where compress=context needs to find "
@@ -138,7 +147,15 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             )
         if isinstance(pretrained, str) and pretrained == DEFAULT_MODEL:
             pretrained = str(default_path())
-        super().__init__(pretrained, **arguments)
+        try:
+            super().__init__(pretrained, **arguments)
+        except TypeError as error:
+            name = unknown_argument(error)
+            if name not in arguments:
+                raise
+            raise EvaluationError(
+                f"model_args: neither kvcompress, lm_eval nor the model knows {name!r}."
+            ) from error
         free = ("batch_size", "max_batch_size", "device")
         self._given = {name: str(arguments[name]) for name in sorted(set(arguments) - set(free))}
         if self.backend != "causal":
@@ -156,6 +173,9 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             press(model, self.policy)  # refuses what does not fit, before any task is run
             model = hostable_model(model)
             self._layers = len(hosted_layers(model.config))
+            if self.settings["prefill_chunk_size"]:
+                ahead = 0 if self._splits_contexts else self.settings["lookahead"]
+                check_chunks(self.policy, self._layers, ahead)
         self._cache_name = cache_argument(model)
         if hasattr(self, "accelerator"):
             # HFLM does so for GPUs only, and would let every CPU process answer every request.
@@ -209,6 +229,15 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         """
         check_punkt([request.doc for request in requests])
         self._note(requests, lambda request: request.args[0])
+        for request in requests:
+            if self._splits_contexts:
+                self._until_question(request.args[0])
+            answers_each = request.args[1].get("num_return_sequences") or 1
+            if answers_each > 1:
+                raise EvaluationError(
+                    f"gen_kwargs: num_return_sequences={answers_each}, and a prompt is answered "
+                    "once. Leave it out; repeats of a task ask several times."
+                )
         if self.batch_size == "auto":
             lengths = [len(self.tok_encode(request.args[0])) for request in requests]
             self._probed = len(requests), min(max(lengths), self.max_length)
@@ -256,11 +285,14 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         """The prompt's beginning that ends with its document."""
         request = self._asked[prompt][0]
         context = request.doc.get("context")
-        if not isinstance(context, str) or not context or prompt.count(context) != 1:
+        count = prompt.count(context) if isinstance(context, str) and context else None
+        if count != 1:
+            found = "has no column named context"
+            if count is not None:
+                found = f"does not contain its column named context, once, but {count} times"
             raise EvaluationError(
-                f"compress=context needs to tell a document from the question, and a prompt of "
-                f"{request.task_name} does not contain its column named context, once. Use "
-                "compress=prompt."
+                f"compress=context needs to tell a document from the question, and the prompt of "
+                f"row {request.doc_id} of {request.task_name} {found}. Use compress=prompt."
             )
         return prompt[: prompt.index(context) + len(context)]
 
@@ -406,6 +438,11 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """As HFLM's; every scored token reads the compressed cache."""
         self._note(requests, lambda request: tuple(request.args))
+        if self._splits_contexts:
+            for request in requests:
+                if request.args[0]:
+                    self._asked.setdefault(request.args[0], [request])
+                    self._until_question(request.args[0])
         self._probed = None
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return scores
@@ -663,12 +700,16 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             known = store.get(_FINGERPRINT)
             if known is None and len(store) == 0:
                 store[_FINGERPRINT] = known = mine
-            other = {} if known is None else known
+            if known is None:
+                raise EvaluationError(
+                    "--use_cache: this file was not written by kvcompress, and its answers would "
+                    "be taken for this run's. Give each run a file of its own."
+                )
             # A setting that an earlier release did not know is one that was not given.
             differs = [
-                f"{name} was {other.get(name)!r}, is {mine.get(name)!r}"
-                for name in dict.fromkeys([*mine, *other])
-                if other.get(name) != mine.get(name)
+                f"{name} was {known.get(name)!r}, is {mine.get(name)!r}"
+                for name in dict.fromkeys([*mine, *known])
+                if known.get(name) != mine.get(name)
             ]
             if differs:
                 raise EvaluationError(

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,6 +78,12 @@ def split_fields(
             )
     given = {name: value for name, value in arguments.items() if name in fields}
     return given, {name: value for name, value in arguments.items() if name not in given}
+
+
+def unknown_argument(error: TypeError) -> str | None:
+    """The name that a call did not know, if that is what went wrong."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return found[1] if found else None
 
 
 def make_policy(policy: Any, fields: Mapping[str, Any]) -> Policy | None:

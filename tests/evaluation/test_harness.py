@@ -333,8 +333,33 @@ def test_a_prompt_without_its_context_is_refused(make_lm, doc):
         (lm.generate_until, questions(PROMPTS[:1], docs=[doc])),
         (lm.loglikelihood, choices(PROMPTS[:1], docs=[doc])),
     ):
-        with pytest.raises(EvaluationError, match=r"of tried does not contain .*compress=prompt"):
+        with pytest.raises(EvaluationError, match=r"row 0 of tried (has|does) .*compress=prompt"):
             ask(requests)
+
+
+def test_requests_are_all_looked_at_before_the_first_is_answered(make_lm, monkeypatch):
+    from kvcompress import EvaluationError
+
+    lm = make_lm(**SNAPKV, compress="context")
+    monkeypatch.setattr(lm, "_model_generate", None)
+    monkeypatch.setattr(lm, "_feed", None)
+    docs = [{"context": PROMPTS[0][:-9]}, {"context": "o"}]
+    for ask, requests in (
+        (lm.generate_until, questions(PROMPTS[:2], docs=docs)),
+        (lm.loglikelihood, choices(PROMPTS[:2], docs=docs)),
+    ):
+        with pytest.raises(EvaluationError, match=r"row 1 of tried .* once, but \d+ times"):
+            ask(requests)
+    several = questions(PROMPTS[:1])
+    several[0].args[1]["num_return_sequences"] = 2
+    with pytest.raises(EvaluationError, match="num_return_sequences=2"):
+        make_lm(**SNAPKV).generate_until(several)
+
+
+def test_the_whole_cache_is_not_said_to_be_read_in_chunks(make_lm):
+    lm = make_lm(policy="none", prefill_chunk_size=32, lookahead=4)
+    report = lm.get_model_info()["kvcompress"]
+    assert report["prefill_chunk_size"] is None and report["lookahead"] is None
 
 
 def test_contexts_whose_budgets_change_with_their_questions(make_lm):
@@ -360,6 +385,17 @@ def test_contexts_whose_budgets_change_with_their_questions(make_lm):
         ({"polcy": "h2o"}, "EvaluationError", ["'polcy'", "'policy'"]),
         ({"dtyp": "float32"}, "EvaluationError", ["'dtyp'", "'dtype'"]),
         ({"pretrained": None}, "EvaluationError", ["no model", "smollm2"]),
+        ({"wndow": 8}, "EvaluationError", ["nor the model knows 'wndow'"]),
+        (
+            {"keep_ratio": 0.5, "prefill_chunk_size": 32},
+            "PolicyConfigError",
+            ["share of the prompt"],
+        ),
+        (
+            {"policy": "h2o", "prefill_chunk_size": 32, "lookahead": 8},
+            "UnsupportedModeError",
+            ["lookahead=0"],
+        ),
         ({"truncate": "right"}, "EvaluationError", ["truncate='right'", "left or middle"]),
         ({"compress": "question"}, "EvaluationError", ["'question'", "prompt or context"]),
         ({"rolling": "off"}, "EvaluationError", ["refuse or uncompressed"]),
@@ -373,7 +409,7 @@ def test_contexts_whose_budgets_change_with_their_questions(make_lm):
         ({"capacity": 0.25}, "PolicyConfigError", ["capacity=", "0.25"]),
         ({"capacity": [64, 64]}, "PolicyConfigError", ["lists 2 values"]),
         ({"compress": "context", "truncation": True}, "EvaluationError", ["truncation=True"]),
-        ({"no_such_argument": 1}, "TypeError", ["no_such_argument"]),
+        ({"no_such_argument": 1}, "EvaluationError", ["knows 'no_such_argument'"]),
     ],
 )
 def test_wrong_arguments(make_lm, arguments, error, parts):
@@ -592,7 +628,7 @@ def test_a_request_cache_of_hf_is_not_taken_for_ours(make_lm, tmp_path):
 
     path = str(tmp_path / "answers.db")
     CachingLM(make_lm("theirs"), path).generate_until(questions(PROMPTS[:1]))
-    with pytest.raises(EvaluationError, match="--use_cache"):
+    with pytest.raises(EvaluationError, match=r"--use_cache: .* not written by kvcompress"):
         CachingLM(make_lm(policy="none"), path)
 
 
