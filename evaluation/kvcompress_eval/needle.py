@@ -131,8 +131,13 @@ def _essays(tokenizer: Any, tokens: int, chance: random.Random) -> str:
     texts = essays()
     start = chance.randrange(len(texts))
     text = "\n\n".join(texts[start:] + texts[:start])
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
-    return str(tokenizer.decode(ids))
+    size, ids = 8 * tokens, list[int]()
+    while len(ids) <= tokens + 8:  # where the text is cut, the last tokens may be others
+        ids = tokenizer(text[:size], add_special_tokens=False)["input_ids"]
+        if size >= len(text):
+            break
+        size *= 2
+    return str(tokenizer.decode(ids[:tokens]))
 
 
 def _sentence_end(text: str, depth: float) -> int:

@@ -73,7 +73,8 @@ for task in given["--tasks"].split(","):
     }
 results["config"]["kvcompress"] = {
     "policy": "h2o" if (here / "other").exists() else policy, "compress": "prompt",
-    "truncate": "left", "device": "cpu", "versions": {"kvcompress": "0"}, "tasks": stats,
+    "policy_fields": None, "truncate": "left", "device": "cpu", "versions": {"kvcompress": "0"},
+    "tasks": stats,
 }
 (folder / "results_now.json").unlink(missing_ok=True)
 number = len((here / "calls").read_text().splitlines())

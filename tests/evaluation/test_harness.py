@@ -454,7 +454,7 @@ def test_nothing_compressed_is_noticed(make_lm, monkeypatch):
 
     lm = make_lm(**SNAPKV)
 
-    def nothing_gone(cache, lengths, evicts_later=False):
+    def nothing_gone(cache, lengths, evicts_later=False, evicted=()):
         return [(float(length), 1.0, 1.0) for length in lengths]
 
     monkeypatch.setattr(harness, "held_rows", nothing_gone)

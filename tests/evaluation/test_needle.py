@@ -71,8 +71,8 @@ def test_one_prefill_gives_what_each_policy_gives_alone(make_model, prompt, fami
         policies = [each for each in policies if each is None or "cache" not in str(each)]
     prefill = OnePrefill(model, ids, policies)
     expected = model.generate(ids, max_new_tokens=9, do_sample=False)[0, 70:].tolist()
-    for _ in range(2):  # none of them changes what the others find
-        for policy in policies:
+    for count in (None, 3):  # none of them changes what the others find
+        for policy in policies[:count]:
             tokens, cache = prefill.answer(policy, 9)
             if policy is None:
                 assert tokens == expected
@@ -120,14 +120,14 @@ def test_the_grid(call, saved_model, tmp_path):
     out = tmp_path / "grid"
     arguments = [
         "needle", "--model", saved_model, "--policy", "snapkv:window_size=8", "--policy", "h2o",
-        "--capacity", 40, "--tokens", 150, "--tokens", 200, "--depths", 2, "--seeds", 2,
+        "--capacity", 40, "--tokens", 150, "--tokens", 200, "--depths", 2, "--seeds", 1,
         "--prefill-chunk-size", 64, "--lookahead", 0, "--device", "cpu", "--out", out,
     ]  # fmt: skip
     code, _, err = call(*arguments)
     assert code == 0, err
     lines = (out / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert len(records) == 2 * 2 * 2 * 5
+    assert len(records) == 2 * 2 * 5
     assert {record["setting"] for record in records} == {
         "none",
         "snapkv:capacity=40:window_size=8",
