@@ -174,8 +174,20 @@ def plot_losses(losses: Mapping[str, Tensor], tokens: int, path: Path, title: st
     plt.close(figure)
 
 
-def plot_comparison(panels: Sequence[Panel], path: Path) -> None:
-    """Scores and memory against capacity, two panels a row; without eviction a dashed level."""
+def plot_comparison(
+    panels: Sequence[Panel],
+    path: Path,
+    budget: str = "capacity (of a ratio or a composition: tokens held)",
+    title: str = "",
+) -> None:
+    """Values against how much is kept, two panels a row; without eviction a dashed level.
+
+    Args:
+        panels: An even number.
+        path: The picture.
+        budget: What the x axis shows.
+        title: Of all panels.
+    """
     rows = (len(panels) + 1) // 2
     figure, grid = plt.subplots(
         rows, 2, figsize=(11, 1 + 2.8 * rows), squeeze=False, layout="constrained"
@@ -188,9 +200,11 @@ def plot_comparison(panels: Sequence[Panel], path: Path) -> None:
         if panel.level is not None:
             axis.axhline(panel.level, color="black", ls="--", lw=1, label="uncompressed")
         axis.set_title(panel.title, fontsize=9, loc="left")
-        axis.set_xlabel("capacity (of a ratio or a composition: tokens held)", fontsize=8)
+        axis.set_xlabel(budget, fontsize=8)
         axis.set_ylabel(panel.value, fontsize=8)
         axis.legend(fontsize=7)
+    if title:
+        figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -11,6 +11,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.bench import bench
     from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
+    from kvcompress_eval.fidelity_command import fidelity
     from kvcompress_eval.lm_eval_command import lm_eval
     from kvcompress_eval.long_prompts import long_prompts
     from kvcompress_eval.needle_grid import needle
@@ -30,3 +31,4 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command()(stream)
     app.command()(compare)
     app.command()(plan)
+    app.command()(fidelity)

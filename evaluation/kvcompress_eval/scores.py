@@ -227,8 +227,14 @@ def _series(record: Record) -> tuple[str, float]:
 
     policy = policy_from(record["policy"])
     held = float(record["kvcompress"]["held_tokens"]["mean"])
-    if "+" in record["policy"]:
-        return record["policy"], held
-    parts = record["policy"].split(":")
-    label = ":".join(part for part in parts if not part.startswith(("capacity=", "keep_ratio=")))
-    return label, float(policy.capacity) if isinstance(policy.capacity, int) else held
+    capacity = None if "+" in record["policy"] else policy.capacity
+    budget = float(capacity) if isinstance(capacity, int) else held
+    return without_budget(record["policy"]), budget
+
+
+def without_budget(policy: str) -> str:
+    """A policy's string without how much it keeps; a composition's as it is."""
+    if "+" in policy:
+        return policy
+    parts = policy.split(":")
+    return ":".join(part for part in parts if not part.startswith(("capacity=", "keep_ratio=")))

@@ -1,0 +1,294 @@
+"""`kvcompress fidelity`: how often and how far a compressed cache predicts something else."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcompress.errors import EvaluationError
+from kvcompress_eval.comparison import at_capacities, enter_folder, need
+from kvcompress_eval.needle import Kind, make_needle
+
+if TYPE_CHECKING:
+    from kvcompress_eval.fidelity import Estimate
+    from kvcompress_eval.scores import Panel
+
+DEFAULT = ["snapkv", "snapkv:kernel_size=13:pooling=max", "streaming_llm"]
+CAPACITIES = [128, 256, 512]
+NEEDLE_TOKENS = 800
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt."""
+
+    name: str
+    """Of its file, or what is hidden in it."""
+    input_ids: list[int]
+
+    @property
+    def digest(self) -> str:
+        """Tells prompts apart that have the same name."""
+        return hashlib.sha256(json.dumps(self.input_ids).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy on one prompt, as in records.jsonl; see `fidelity.Fidelity`."""
+
+    prompt: str
+    digest: str
+    prompt_tokens: int
+    policy: str
+    text: str
+    """The continuation."""
+    continuation: list[int]
+    agrees: list[bool]
+    divergence: list[float]
+    more_loss: list[float]
+    held_tokens: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One policy over prompts: means of the prompts' means over tokens."""
+
+    policy: str
+    prompts: int
+    held_tokens: float
+    agreement: "Estimate"
+    divergence: "Estimate"
+    more_loss: "Estimate"
+
+
+def fidelity(
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files, a prompt each; four needles in 800 tokens if none is given."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy, may be repeated; SnapKV and StreamingLLM if none is given."),
+    ] = None,
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Every policy that names no budget is taken at each. [128, 256, 512]"
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Length of the continuation; the first does not count.")
+    ] = 32,
+    chat: Annotated[
+        bool, typer.Option(help="Use the tokenizer's chat template for files, if it has one.")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder; it is gone on with.")] = Path("fidelity"),
+) -> None:
+    """Feed policies the uncompressed model's own answers and see how they would have gone on."""
+    amounts = capacity or ([] if policy else CAPACITIES)
+    policies = at_capacities(policy or DEFAULT, amounts)
+    texts = {path: _read(path) for path in prompts or ()}
+    need("matplotlib", "The picture", "plots")
+    need("scipy", "The standard error", "eval")
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvcompress.models import load
+    from kvcompress_eval import fidelity as library
+
+    transformers.utils.logging.disable_progress_bar()
+    loaded, tokenizer = load(model, dtype=dtype, device=device)
+    names = ("kvcompress", "torch", "transformers")
+    enter_folder(
+        out,
+        "fidelity",
+        {
+            "model": model,
+            "dtype": str(loaded.dtype),
+            "device": loaded.device.type,
+            "machine": platform.machine(),
+            "new_tokens": new_tokens,
+            **{f"version of {name}": metadata.version(name) for name in names},
+        },
+    )
+    given = [Prompt(path.name, _tokenize(tokenizer, text, chat)) for path, text in texts.items()]
+    given = given or _needles(tokenizer)
+    path, console = out / "records.jsonl", Console()
+    records = read_records(path)
+    path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in records), encoding="utf-8")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("caches", total=len(given) * len(policies))
+        for prompt in given:
+            done = {each.policy for each in records if each.digest == prompt.digest}
+            missing = [each for each in policies if str(each) not in done]
+            progress.advance(bar, len(policies) - len(missing))
+            if not missing:
+                continue
+            ids = torch.tensor([prompt.input_ids], device=loaded.device)
+            for each, found in library.fidelity(loaded, ids, missing, new_tokens):
+                record = Compared(
+                    prompt.name,
+                    prompt.digest,
+                    len(prompt.input_ids),
+                    str(each),
+                    str(tokenizer.decode(found.continuation, skip_special_tokens=True)),
+                    **asdict(found),
+                )
+                records.append(record)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(record)) + "\n")
+                progress.advance(bar)
+    wanted = {prompt.digest for prompt in given}
+    shown = [each for each in records if each.digest in wanted]
+    report(model, summaries(shown, [str(each) for each in policies]), shown, out, console)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"The prompt {path} cannot be read: {error}") from None
+    if not text.strip():
+        raise EvaluationError(f"The prompt {path} is empty.")
+    return text
+
+
+def _tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if chat and tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text)["input_ids"])
+
+
+def _needles(tokenizer: Any) -> list[Prompt]:
+    """One of every kind, at different depths."""
+    return [
+        Prompt(
+            f"needle: {kind}",
+            make_needle(
+                tokenizer, NEEDLE_TOKENS, (number + 0.5) / len(Kind), number, kind
+            ).input_ids,
+        )
+        for number, kind in enumerate(Kind)
+    ]
+
+
+def read_records(path: Path) -> list[Compared]:
+    """What an earlier run has found; a line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Compared(**json.loads(line)) for line in lines if line.endswith("}")]
+
+
+def summaries(records: Sequence[Compared], policies: Sequence[str]) -> list[Summary]:
+    """Of every policy, over prompts whose continuation has a second token.
+
+    Raises:
+        EvaluationError: There is no such prompt.
+    """
+    from kvcompress_eval.fidelity import bootstrap
+
+    told = [each for each in records if each.agrees]
+    if not told:
+        raise EvaluationError(
+            "The uncompressed model ends every continuation after its first token, which the whole "
+            "prompt predicts under any policy: there is nothing to compare. Give other prompts."
+        )
+    found = []
+    for policy in policies:
+        group = [each for each in told if each.policy == policy]
+        found.append(
+            Summary(
+                policy,
+                len(group),
+                fmean(each.held_tokens for each in group),
+                bootstrap([fmean(each.agrees) for each in group]),
+                bootstrap([fmean(each.divergence) for each in group]),
+                bootstrap([fmean(each.more_loss) for each in group]),
+            )
+        )
+    return found
+
+
+def panels(found: Sequence[Summary]) -> "list[Panel]":
+    """Agreement and divergence against rows held."""
+    from kvcompress_eval.scores import Curve, Panel, without_budget
+
+    def panel(title: str, value: str, name: str, level: float) -> Panel:
+        curves = dict[str, list[tuple[float, float, float | None]]]()
+        for each in sorted(found, key=lambda each: each.held_tokens):
+            estimate = getattr(each, name)
+            error = None if each.prompts < 2 else estimate.error
+            points = curves.setdefault(without_budget(each.policy), [])
+            points.append((each.held_tokens, estimate.value, error))
+        return Panel(title, value, [Curve(*each) for each in curves.items()], level)
+
+    return [
+        panel("the same likeliest token ± standard error", "share of tokens", "agreement", 1.0),
+        panel("KL(uncompressed || compressed) ± standard error", "nats a token", "divergence", 0.0),
+    ]
+
+
+def report(
+    model: str, found: Sequence[Summary], records: Sequence[Compared], out: Path, console: Any
+) -> None:
+    """Table on the console and in table.md, and a picture."""
+    from rich import box
+    from rich.table import Table
+
+    from kvcompress_eval.plots import plot_comparison
+    from kvcompress_eval.scores import markdown
+
+    rows = [["cache", "held", "agreement", "KL, nats", "more NLL, nats", "prompts"]]
+    rows += [
+        [
+            each.policy,
+            f"{each.held_tokens:.1f}",
+            f"{each.agreement.value:.3f} ± {each.agreement.error:.3f}",
+            f"{each.divergence.value:.4f} ± {each.divergence.error:.4f}",
+            f"{each.more_loss.value:+.4f} ± {each.more_loss.error:.4f}",
+            str(each.prompts),
+        ]
+        for each in found
+    ]
+    lengths = {each.digest: each.prompt_tokens for each in records}
+    tokens = {each.digest: len(each.agrees) for each in records}
+    title = (
+        f"{model}, {len(lengths)} prompts of {min(lengths.values())} to {max(lengths.values())} "
+        f"tokens, {sum(tokens.values())} tokens compared"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, overflow="fold", justify="left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table, markup=False)
+    console.print(LEGEND, highlight=False)
+    (out / "table.md").write_text(f"{title}\n\n{markdown(rows)}\n\n{LEGEND}\n", encoding="utf-8")
+    held = "tokens held in the end (mean over layers)"
+    plot_comparison(panels(found), out / "plot.png", held, title)
+    names = ("table.md", "plot.png", "records.jsonl")
+    console.print("   ".join(str(out / name) for name in names), highlight=False)
+
+
+LEGEND = (
+    "Of the uncompressed model's own greedy continuation, from its second token on: mean over "
+    "prompts of a prompt's mean over tokens, ± standard error by bootstrap over prompts. held: "
+    "rows in the end, mean over layers. KL: of the uncompressed from the compressed distribution. "
+    "more NLL: of the continuation."
+)
