@@ -45,16 +45,28 @@ def load(
     Raises:
         MissingModelError: The embedded model is asked for and not installed.
     """
-    source = str(default_path()) if name == DEFAULT_MODEL else name
+    source = source_of(name)
     options: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    nn.Module.to(model, device)
+    nn.Module.to(model, device or default_device())
     return model.eval(), tokenizer
+
+
+def source_of(name: str) -> str:
+    """What transformers loads a model from: a hub id, or a path.
+
+    Raises:
+        MissingModelError: The embedded model is asked for and not installed.
+    """
+    return str(default_path()) if name == DEFAULT_MODEL else name
+
+
+def default_device() -> str:
+    """CUDA if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_path() -> Path:

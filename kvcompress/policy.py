@@ -288,10 +288,14 @@ class Policy(BaseModel):
         """`protect` as numbers, the ends not included."""
         return tuple(map(_bounds, self.protect))
 
+    @property
+    def named_tokens(self) -> int:
+        """How many tokens `protect` names."""
+        return sum(end - start for start, end in self.ranges)
+
     def fixed_tokens(self, layer_idx: int, num_layers: int) -> int:
         """How many rows are kept in any case: the budget is always larger."""
-        named = sum(end - start for start, end in self.ranges)
-        return named + self.protected_tokens(layer_idx, num_layers)
+        return self.named_tokens + self.protected_tokens(layer_idx, num_layers)
 
     def query_tokens(self, layer_idx: int, num_layers: int) -> int:
         """How many of the last queries `scores` reads; 0 if it reads none.

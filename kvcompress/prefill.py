@@ -143,7 +143,7 @@ class ChunkedPrefill:
         part = policy.part("prefill")
         assert part is not None
         extra = max(self._lookahead, self._hold_back)
-        named = sum(end - start for start, end in part.ranges)
+        named = part.named_tokens
         least = min(part.budget(total, layer, layers) for layer in range(layers))
         if least <= extra + named:
             beside = f" beside {named} tokens of protect" if named else ""

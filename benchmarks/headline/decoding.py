@@ -184,25 +184,33 @@ def _full_fits(run: Run, length: int) -> bool | None:
         decode = run.stepper(cache, 1)
         decode()
         peak = run.step_peak_gib(cache, decode)
-        ms = [run.device.milliseconds(decode) for _ in range(4)]
-        held = caches.held_rows(cache)
-        run.add(
-            "decode",
-            FULL,
-            1,
-            length,
-            held=held,
-            ms=Spread.of(ms),
-            bound_ms=run.bound_ms(1, held),
-            cache_gib=caches.cache_bytes(cache) / 2**30,
-            peak_gib=peak,
-            note="fits",
-        )
+        _note_steps(run, FULL, length, cache, 4, peak, "fits")
         return True
 
     fitted = run.attempt(label, try_it)
     run.device.release()
     return None if len(run.record.failed) > before else bool(fitted)
+
+
+def _note_steps(
+    run: Run, name: str, length: int, cache: Cache, times: int, peak_gib: float | None, note: str
+) -> None:
+    """Time some steps from a cache that fits, and note them."""
+    decode = run.stepper(cache, 1)
+    ms = [run.device.milliseconds(decode) for _ in range(times)]
+    held = caches.held_rows(cache)
+    run.add(
+        "decode",
+        name,
+        1,
+        length,
+        held=held,
+        ms=Spread.of(ms),
+        bound_ms=run.bound_ms(1, held),
+        cache_gib=caches.cache_bytes(cache) / 2**30,
+        peak_gib=peak_gib,
+        note=note,
+    )
 
 
 def _compressed_fits(run: Run, policy: str, length: int) -> bool | None:
@@ -219,22 +227,9 @@ def _compressed_fits(run: Run, policy: str, length: int) -> bool | None:
         cache = run.fill(policy, 1, length)
         peak = run.device.peak()
         read = run.token_seconds * length
-        decode = run.stepper(cache, 1)
         run.stepper(cache, 1, WARM_UP)()
-        ms = [run.device.milliseconds(decode) for _ in range(8)]
-        held = caches.held_rows(cache)
-        run.add(
-            "decode",
-            policy,
-            1,
-            length,
-            held=held,
-            ms=Spread.of(ms),
-            bound_ms=run.bound_ms(1, held),
-            cache_gib=caches.cache_bytes(cache) / 2**30,
-            peak_gib=None if peak is None else peak / 2**30,
-            note=f"read in {read:.1f} s",
-        )
+        gib = None if peak is None else peak / 2**30
+        _note_steps(run, policy, length, cache, 8, gib, f"read in {read:.1f} s")
         return True
 
     fitted = run.attempt(label, try_it)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvcompress import __version__, press
-from kvcompress.models import DEFAULT_MODEL, default_path
+from kvcompress.models import source_of
 from sides.worker import Decoding, Side, serve
 
 POLICIES = {
@@ -27,7 +27,7 @@ class Ours(Side):
 
     def locate(self, name: str) -> str:
         """Where a model is that both sides can load."""
-        return str(default_path()) if name == DEFAULT_MODEL else name
+        return source_of(name)
 
     def compressing(
         self, method: str, keep: int, length: int, interval: int | None

@@ -92,9 +92,9 @@ def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
     import torch
 
     from kvcompress import CompressedCache
-    from kvcompress_eval.measure import cache_of
+    from kvcompress_eval.measure import cache_of, random_ids
 
-    ids = _random_ids(model, length)
+    ids = random_ids(model, length)
     compressed = CompressedCache(model, policy, prompt_length=length)
     interval: int = getattr(policy.part("decode"), "interval", 1)
 
@@ -134,8 +134,9 @@ def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     import torch
 
     from kvcompress import press
+    from kvcompress_eval.measure import random_ids
 
-    ids = _random_ids(model, length)
+    ids = random_ids(model, length)
 
     def pressed() -> None:
         with press(model, policy):
@@ -163,8 +164,9 @@ def question_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     import torch
 
     from kvcompress import press
+    from kvcompress_eval.measure import random_ids
 
-    ids = _random_ids(model, length + 10 * QUESTION_TOKENS)
+    ids = random_ids(model, length + 10 * QUESTION_TOKENS)
     context, questions = ids[:, :length], ids[:, length:].split(QUESTION_TOKENS, dim=1)
     options = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
     ours, plain = list[float](), list[float]()
@@ -238,12 +240,12 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
 
     from kvcompress import press
     from kvcompress.models import load
-    from kvcompress_eval.measure import cache_of
+    from kvcompress_eval.measure import cache_of, random_ids
     from kvcompress_eval.memory import Memory
 
     torch.set_num_threads(options["threads"])
     model, _ = load(options["model"], device=options["device"])
-    ids = _random_ids(model, options["length"])
+    ids = random_ids(model, options["length"])
     policy = options["policy"]
     with torch.inference_mode():
         _forward(model, ids[:, :64], None)
@@ -261,14 +263,6 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
         result["lasting"] = memory.lasting()
         assert cache.get_seq_length() == options["length"]
     return result
-
-
-def _random_ids(model: Any, length: int) -> Any:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, model.config.vocab_size, (1, length), generator=generator)
-    return ids.to(model.device)
 
 
 def _forward(model: Any, ids: Any, cache: Any) -> Any:

@@ -23,6 +23,7 @@ from kvcompress_eval.comparison import (
     need,
     policy_fields,
 )
+from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.harness_run import MODEL, HarnessRun, Record, Records
 from kvcompress_eval.offline import LocalTask, Selection, read_local, tasks_folder
 from kvcompress_eval.scores import (
@@ -243,11 +244,8 @@ def _counter(path: str) -> Callable[[str], int]:
 
 def run_missing(plan: Plan, records: Records, console: "Console") -> int:
     """Run whatever has no complete record; gives the number of runs that failed."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     failed = 0
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with counted(console) as progress:
         whole = progress.add_task("runs", total=len(plan.cells))
         for model, policy in plan.cells:
             missing = [task for task in plan.tasks if records.complete(model, policy, task) is None]
@@ -290,9 +288,6 @@ def report(plan: Plan, records: Records, console: "Console") -> None:
     Raises:
         EvaluationError: A metric was asked for that no task has.
     """
-    from rich import box
-    from rich.table import Table
-
     from kvcompress_eval.plots import plot_comparison
 
     out, pictures = plan.settings.out, list[Panel]()
@@ -307,12 +302,7 @@ def report(plan: Plan, records: Records, console: "Console") -> None:
         pictures += panels_of_model
         for title, rows in tables.items():
             lines += [f"### {title}", markdown(rows)]
-            table = Table(title=f"{model}: {title}", box=box.SIMPLE_HEAD, pad_edge=False)
-            for heading in rows[0]:
-                table.add_column(heading, overflow="fold")
-            for row in rows[1:]:
-                table.add_row(*row)
-            console.print(table, markup=False)
+            show_table(console, f"{model}: {title}", rows)
     console.print(LEGEND, highlight=False)
     (out / "table.md").write_text("\n\n".join([*lines, LEGEND]) + "\n", encoding="utf-8")
     if pictures:

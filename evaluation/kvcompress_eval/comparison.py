@@ -1,9 +1,7 @@
 """What `kvcompress compare` compares: its settings, from options and a YAML file, all checked."""
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,6 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvcompress.errors import EvaluationError
+from kvcompress_eval.folder import enter_folder, versions
 
 if TYPE_CHECKING:
     from kvcompress.policy import Policy
@@ -124,8 +123,7 @@ class Comparison(BaseModel):
         settings = self.model_dump(mode="json", exclude=free)
         if self.offline_data is not None:
             settings["offline_data"] = str(self.offline_data.resolve())
-        packages = ("kvcompress", "lm_eval", "torch", "transformers")
-        return settings | {f"version of {name}": metadata.version(name) for name in packages}
+        return settings | versions("kvcompress", "lm_eval", "torch", "transformers")
 
     def enter(self) -> None:
         """Make the folder, or check that an earlier comparison there had the same settings.
@@ -168,40 +166,6 @@ def need(package: str, purpose: str, extra: str) -> None:
     """
     if find_spec(package) is None:
         raise EvaluationError(f"{purpose} needs {package}. Run: pip install 'kvcompress[{extra}]'.")
-
-
-def enter_folder(folder: Path, kind: str, settings: Mapping[str, Any]) -> None:
-    """Make a folder for results, or check that earlier ones in it had the same settings.
-
-    Args:
-        folder: Gets `kind.json` with the settings.
-        kind: What is in it, as a word.
-        settings: What two results must share to be comparable; ready for JSON.
-
-    Raises:
-        EvaluationError: It had others, or the folder holds something else.
-    """
-    path = folder / f"{kind}.json"
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        names = sorted({*before, *settings})
-        changed = [
-            f"{name} was {before.get(name)!r} and is now {settings.get(name)!r}"
-            for name in names
-            if before.get(name) != settings.get(name)
-        ]
-        if changed:
-            raise EvaluationError(
-                f"{folder} holds a {kind} with other settings: {'; '.join(changed)}. Give another "
-                "folder as --out, or the same settings."
-            )
-        return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise EvaluationError(
-            f"{folder} exists and holds no {kind}. Give an empty or new folder as --out."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _sets_budget(spec: str) -> bool:

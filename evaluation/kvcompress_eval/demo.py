@@ -1,11 +1,12 @@
 """`kvcompress demo`: one long prompt, answered from the full cache and from compressed ones."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from kvcompress_eval.console import save_numbers
 
 RUNS = (
     ("full cache", None),
@@ -110,6 +111,4 @@ def demo(
         "number_tokens": [needle.first, needle.last],
         **environment(loaded),
     }
-    record_path = out.with_suffix(".json")
-    record_path.write_text(json.dumps({**settings, "runs": records}, indent=2) + "\n")
-    console.print(f"picture: {out}   numbers: {record_path}")
+    save_numbers(out, {**settings, "runs": records}, console)

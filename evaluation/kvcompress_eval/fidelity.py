@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcompress.hosting import CompressedCache
 from kvcompress.policy import Policy
-from kvcompress.session import cache_argument
-from kvcompress_eval.one_prefill import OnePrefill
+from kvcompress_eval.one_prefill import OnePrefill, end_tokens, feed
 
 RESAMPLES = 9999
 
@@ -73,7 +72,7 @@ def fidelity(
             cache = prefill.cache(policy)
         else:
             cache = CompressedCache(model, policy, prompt_length=input_ids.shape[1])
-            _next(model, input_ids, cache)
+            feed(model, input_ids, cache)
         yield policy, _compare(said, full, read_on(model, cache, said[:-1]), cache)
 
 
@@ -85,7 +84,7 @@ def read_on(
     At once would be faster where nothing is evicted meanwhile, but sums in another order, by which
     two equal caches would differ in half precision.
     """
-    found = [_next(model, torch.tensor([[each]], device=model.device), cache) for each in tokens]
+    found = [feed(model, torch.tensor([[each]], device=model.device), cache) for each in tokens]
     if not found:
         return torch.empty(0, model.config.get_text_config(decoder=True).vocab_size)
     return torch.cat(found)
@@ -112,20 +111,12 @@ def _continue(
 ) -> tuple[list[int], Tensor]:
     """Greedy tokens up to an end token, and the logits that chose all but the first."""
     cache, logits = prefill.cache(None), list[Tensor]()
-    ends = model.generation_config.eos_token_id
-    stop = set(ends) if isinstance(ends, list) else {ends}
+    stop = end_tokens(model)
     said = [int(prefill.logits.argmax())]
     while len(said) < new_tokens and said[-1] not in stop:
-        logits.append(_next(model, torch.tensor([said[-1:]], device=model.device), cache))
+        logits.append(feed(model, torch.tensor([said[-1:]], device=model.device), cache))
         said.append(int(logits[-1].argmax()))
     return said, torch.cat([*logits, prefill.logits[:0]])
-
-
-@torch.inference_mode()
-def _next(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> Tensor:
-    given = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
-    logits: Tensor = model(ids, **given).logits
-    return logits[:, -1]
 
 
 def _compare(

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcompress.errors import EvaluationError
-from kvcompress_eval.comparison import at_capacities, enter_folder, need
+from kvcompress_eval.comparison import at_capacities, need
+from kvcompress_eval.console import counted, show_table
+from kvcompress_eval.folder import RecordFile, enter_folder, of_model
 from kvcompress_eval.needle import Kind, make_needle
+from kvcompress_eval.prompts import chat_text
 
 if TYPE_CHECKING:
     from kvcompress_eval.fidelity import Estimate
@@ -103,36 +104,20 @@ def fidelity(
     import torch
     import transformers
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvcompress.models import load
     from kvcompress_eval import fidelity as library
 
     transformers.utils.logging.disable_progress_bar()
     loaded, tokenizer = load(model, dtype=dtype, device=device)
-    names = ("kvcompress", "torch", "transformers")
-    enter_folder(
-        out,
-        "fidelity",
-        {
-            "model": model,
-            "dtype": str(loaded.dtype),
-            "device": loaded.device.type,
-            "machine": platform.machine(),
-            "new_tokens": new_tokens,
-            **{f"version of {name}": metadata.version(name) for name in names},
-        },
-    )
+    enter_folder(out, "fidelity", of_model(model, loaded) | {"new_tokens": new_tokens})
     given = [Prompt(path.name, _tokenize(tokenizer, text, chat)) for path, text in texts.items()]
     given = given or _needles(tokenizer)
-    path, console = out / "records.jsonl", Console()
-    records = read_records(path)
-    path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in records), encoding="utf-8")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    records, console = RecordFile(out / "records.jsonl", Compared), Console()
+    with counted(console) as progress:
         bar = progress.add_task("caches", total=len(given) * len(policies))
         for prompt in given:
-            done = {each.policy for each in records if each.digest == prompt.digest}
+            done = {each.policy for each in records.all if each.digest == prompt.digest}
             missing = [each for each in policies if str(each) not in done]
             progress.advance(bar, len(policies) - len(missing))
             if not missing:
@@ -147,12 +132,10 @@ def fidelity(
                     str(tokenizer.decode(found.continuation, skip_special_tokens=True)),
                     **asdict(found),
                 )
-                records.append(record)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(record)) + "\n")
+                records.add(record)
                 progress.advance(bar)
     wanted = {prompt.digest for prompt in given}
-    shown = [each for each in records if each.digest in wanted]
+    shown = [each for each in records.all if each.digest in wanted]
     report(model, summaries(shown, [str(each) for each in policies]), shown, out, console)
 
 
@@ -168,8 +151,7 @@ def _read(path: Path) -> str:
 
 def _tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
     if chat and tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        text = chat_text(tokenizer, text)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(tokenizer(text)["input_ids"])
 
@@ -185,14 +167,6 @@ def _needles(tokenizer: Any) -> list[Prompt]:
         )
         for number, kind in enumerate(Kind)
     ]
-
-
-def read_records(path: Path) -> list[Compared]:
-    """What an earlier run has found; a line that was cut off is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Compared(**json.loads(line)) for line in lines if line.endswith("}")]
 
 
 def summaries(records: Sequence[Compared], policies: Sequence[str]) -> list[Summary]:
@@ -248,9 +222,6 @@ def report(
     model: str, found: Sequence[Summary], records: Sequence[Compared], out: Path, console: Any
 ) -> None:
     """Table on the console and in table.md, and a picture."""
-    from rich import box
-    from rich.table import Table
-
     from kvcompress_eval.plots import plot_comparison
     from kvcompress_eval.scores import markdown
 
@@ -272,12 +243,7 @@ def report(
         f"{model}, {len(lengths)} prompts of {min(lengths.values())} to {max(lengths.values())} "
         f"tokens, {sum(tokens.values())} tokens compared"
     )
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in rows[0]:
-        table.add_column(heading, overflow="fold", justify="left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table, markup=False)
+    show_table(console, title, rows)
     console.print(LEGEND, highlight=False)
     (out / "table.md").write_text(f"{title}\n\n{markdown(rows)}\n\n{LEGEND}\n", encoding="utf-8")
     held = "tokens held in the end (mean over layers)"

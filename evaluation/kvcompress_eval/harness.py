@@ -27,7 +27,7 @@ from kvcompress import (
     press,
 )
 from kvcompress.hosting import hostable_model, hosted_layers
-from kvcompress.models import DEFAULT_MODEL, default_path
+from kvcompress.models import source_of
 from kvcompress.prefill import check_chunks
 from kvcompress.session import cache_argument
 from kvcompress_eval.comparison import UNCOMPRESSED
@@ -39,6 +39,7 @@ from kvcompress_eval.model_args import (
     unknown_argument,
 )
 from kvcompress_eval.nltk_data import check_punkt
+from kvcompress_eval.one_prefill import end_tokens
 from kvcompress_eval.samples import Sample, dense_bytes, held_rows, summary
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
                 "model_args: no model. Give pretrained=, a name on the hub or a folder, or smollm2 "
                 "for the embedded model."
             )
-        if isinstance(pretrained, str) and pretrained == DEFAULT_MODEL:
-            pretrained = str(default_path())
+        if isinstance(pretrained, str):
+            pretrained = source_of(pretrained)
         try:
             super().__init__(pretrained, **arguments)
         except TypeError as error:
@@ -380,8 +381,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
 
     def _until_end(self, answer: list[int], stop: list[str]) -> int:
         """Tokens of an answer up to its end, which other rows of the batch may outlast."""
-        ends = self.model.generation_config.eos_token_id
-        known = set(ends) if isinstance(ends, list) else {ends}
+        known = end_tokens(self.model)
         size = len(list(takewhile(lambda token: token not in known, answer))) + 1
         size = min(size, len(answer))
 
@@ -522,7 +522,6 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         """The prompt of a continuation, with what is compressed before the rest is read."""
         first = len(context) - 1
         if text is not None and self._splits_contexts and len(context) > 1:
-            self._asked.setdefault(text[0], self._asked[text])
             first = _common(self.tok_encode(self._until_question(text[0])), context)
         return self._fit(text, context, first, self.max_length + 1 - len(continuation))
 

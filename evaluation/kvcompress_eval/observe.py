@@ -1,12 +1,13 @@
 """`kvcompress observe`: does the prompt's end know what the answer will attend to?"""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcompress_eval.comparison import need
+from kvcompress_eval.console import save_numbers
+from kvcompress_eval.prompts import chat_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +22,7 @@ QUESTIONS = (
 def _prompt(tokenizer: Any, document: str, question: str, first: bool) -> tuple[list[int], slice]:
     """Tokens of a prompt with the question before or after the document, and where that is."""
     parts = (question, document) if first else (document, question)
-    text = "\n\n".join(parts)
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    text = chat_text(tokenizer, "\n\n".join(parts))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     begin = text.index(document)
     inside = [
@@ -130,6 +128,4 @@ def observe(
         **environment(loaded),
         "rates": {name: rates.tolist() for name, rates in found.items()},
     }
-    numbers = out.with_suffix(".json")
-    numbers.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print(f"picture: {out}   numbers: {numbers}", highlight=False, soft_wrap=True)
+    save_numbers(out, record, console)

@@ -49,11 +49,10 @@ class OnePrefill:
     ) -> None:
         layers = len(hosted_layers(model.config))
         self._queries = max((_queries(policy, layers) for policy in policies), default=0)
-        self._model, self._name, self._layers = model, cache_argument(model), layers
+        self._model, self._layers = model, layers
         self._whole = CompressedCache(model, _Waiting(capacity=EVERYTHING, queries=self._queries))
-        with torch.inference_mode():
-            self.logits: Tensor = self._feed(input_ids, self._whole)
-            """Of the prompt's last token, 1 x vocabulary; it has read everything."""
+        self.logits = feed(model, input_ids, self._whole)
+        """Of the prompt's last token, 1 x vocabulary; it has read everything."""
 
     @staticmethod
     def serves(policy: Policy | None) -> bool:
@@ -85,26 +84,33 @@ class OnePrefill:
         state.restore(whole.snapshot())
         return cache
 
-    @torch.inference_mode()
     def answer(
         self, policy: Policy | None, max_new_tokens: int
     ) -> tuple[list[int], CompressedCache]:
         """Greedy tokens without the end token, and the cache after all but the last were fed."""
         cache = self.cache(policy)
-        ends = self._model.generation_config.eos_token_id
-        stop = set(ends) if isinstance(ends, list) else {ends}
+        stop = end_tokens(self._model)
         token, tokens = self.logits.argmax(dim=-1, keepdim=True), list[int]()
         while int(token) not in stop:
             tokens.append(int(token))
             if len(tokens) == max_new_tokens:
                 break
-            token = self._feed(token, cache).argmax(dim=-1, keepdim=True)
+            token = feed(self._model, token, cache).argmax(dim=-1, keepdim=True)
         return tokens, cache
 
-    def _feed(self, ids: Tensor, cache: Any) -> Tensor:
-        given = {self._name: cache, "use_cache": True, "logits_to_keep": 1}
-        logits: Tensor = self._model(ids, **given).logits
-        return logits[:, -1]
+
+@torch.inference_mode()
+def feed(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
+    """Logits after the last of some tokens, batch x vocabulary; the cache has read them then."""
+    given = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
+    logits: Tensor = model(ids, **given).logits
+    return logits[:, -1]
+
+
+def end_tokens(model: PreTrainedModel) -> set[int | None]:
+    """Tokens that end an answer."""
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends}
 
 
 def _queries(policy: Policy | None, layers: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcompress_eval.comparison import at_capacities
+from kvcompress_eval.prompts import chat_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -149,11 +150,7 @@ def show(
         ids = make_needle(tokenizer, 800, 0.5).input_ids
     else:
         text = prompt.read_text(encoding="utf-8")
-        if chat and tokenizer.chat_template:
-            message = [{"role": "user", "content": text}]
-            text = str(
-                tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-            )
+        text = chat_text(tokenizer, text) if chat else text
         ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
     console = Console()
     with console.status(f"reading {len(ids)} tokens"):

@@ -5,7 +5,6 @@ small, and positions must not run away. The reference is a fresh context of the 
 piece, which costs many times as much.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvcompress_eval.console import save_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,6 +132,4 @@ def stream(
         "text": "embedded essays" if text is None else text.name,
         **environment(loaded),
     }
-    numbers = out.with_suffix(".json")
-    numbers.write_text(json.dumps({**settings, "results": rows}, indent=2) + "\n")
-    Console().print(f"picture: {out}   numbers: {numbers}")
+    save_numbers(out, {**settings, "results": rows}, Console())
