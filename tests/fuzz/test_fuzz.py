@@ -1,4 +1,4 @@
-"""100 random situations; `situations.py` says what must be true of each."""
+"""200 random situations; `situations.py` says what must be true of each."""
 
 import importlib.util
 import itertools
@@ -10,7 +10,7 @@ import torch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNT, CHUNK = 100, 10
+COUNT, CHUNK = 200, 10
 
 
 @pytest.fixture(scope="module")
