@@ -1,6 +1,7 @@
 """Pure functions on keys, queries and scores: the arithmetic that policies and core share."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Literal
 
@@ -8,14 +9,27 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
-from kvcompress.errors import ShapeError
+from kvcompress.errors import PolicyConfigError, ShapeError
 
 GroupReduce = Literal["mean", "max", "sum"]
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
-SCORING_BYTES = 64 * 2**20
-"""Default bound on the temporary memory of one scoring call."""
+
+@functools.cache
+def scoring_bytes() -> int:
+    """Bound on the temporary memory of scoring: `KVCOMPRESS_SCORING_MIB` MiB, 64 if it is not set.
+
+    Raises:
+        PolicyConfigError: It is no whole number of MiB above 0.
+    """
+    text = os.environ.get("KVCOMPRESS_SCORING_MIB", "64")
+    if not text.isdecimal() or int(text) == 0:
+        raise PolicyConfigError(
+            f"KVCOMPRESS_SCORING_MIB={text!r} must be a whole number of MiB above 0; 64 is the "
+            "default."
+        )
+    return int(text) * 2**20
 
 
 @functools.lru_cache(maxsize=32)
@@ -118,7 +132,7 @@ def attention_received(
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
     weigh: Weigh | None = None,
-    max_bytes: int = SCORING_BYTES,
+    max_bytes: int | None = None,
 ) -> Float32[Tensor, "batch cache_heads kv_len"]:
     """Attention that each cached row gets from the last queries, summed over the queries.
 
@@ -139,7 +153,8 @@ def attention_received(
         sinks: A learned logit per query head that only enters the denominator (gpt-oss).
         weigh: What to sum instead of the attention itself, from a block of it (queries x rows in
             the last two dimensions) and the number of rows that each query sees (queries x 1).
-        max_bytes: Bound on the temporary memory; at least one query of one head is held.
+        max_bytes: Bound on the temporary memory, `scoring_bytes()` if None; at least one query of
+            one head is held.
 
     Raises:
         ShapeError: Head counts do not divide, or there are more queries than rows.
@@ -161,16 +176,22 @@ def attention_received(
     key_bytes = 0 if key.dtype == torch.float32 else 4 * kv_len * key.shape[-1]
     key_bytes *= key_heads // kv_heads
     per_head = max(key_bytes + query_bytes * q_len, 1)
+    if max_bytes is None:
+        max_bytes = scoring_bytes()
     if batch * kv_heads * per_head <= max_bytes:
         if q_len == 1 and valid is None and softcap is None and sinks is None and weigh is None:
             return reduce_groups(_newest_attention(query, key, scaling), kv_heads, group_reduce)
         block = _attention_block(
-            query, key.float(), valid, kv_heads, scaling, softcap, sinks, weigh
+            query, key.float(), valid, kv_heads, scaling, softcap, sinks, weigh, kv_len
         )
         return reduce_groups(block, kv_heads, group_reduce)
     heads_at_once = max(1, min(kv_heads, max_bytes // per_head))
-    queries_at_once = q_len
+    queries_at_once, rows_at_once = q_len, kv_len
     if heads_at_once == 1:
+        if 2 * key_bytes > max_bytes:
+            # The copy would leave too little for the logits: piece by piece, for every block.
+            rows_at_once = max(1, kv_len * max_bytes // (4 * key_bytes))
+            key_bytes = max_bytes // 4
         queries_at_once = min(q_len, max(1, (max_bytes - key_bytes) // query_bytes))
     out = torch.zeros(batch, kv_heads, kv_len, dtype=torch.float32, device=key.device)
     for row in range(batch):
@@ -178,7 +199,9 @@ def attention_received(
             last = min(first + heads_at_once, kv_heads)
             of_keys = slice(first * key_heads // kv_heads, last * key_heads // kv_heads)
             of_queries = slice(first * group, last * group)
-            keys = key[row : row + 1, of_keys].float()
+            keys = key[row : row + 1, of_keys]
+            if rows_at_once == kv_len:
+                keys = keys.float()
             received = out.new_zeros(1, (last - first) * group, kv_len)
             for start in range(0, q_len, queries_at_once):
                 stop = min(start + queries_at_once, q_len)
@@ -192,6 +215,7 @@ def attention_received(
                     softcap,
                     None if sinks is None else sinks[of_queries],
                     weigh,
+                    rows_at_once,
                 )
             out[row : row + 1, first:last] = reduce_groups(received, last - first, group_reduce)
             del keys  # before the next block makes its own
@@ -220,14 +244,24 @@ def _attention_block(
     softcap: float | None,
     sinks: Tensor | None,
     weigh: Weigh | None,
+    rows_at_once: int,
 ) -> Tensor:
-    """Attention, summed over the queries of the last rows: batch x query heads x kv_len."""
+    """Attention, summed over the queries of the last rows: batch x query heads x kv_len.
+
+    Keys in half precision are widened so many rows at once.
+    """
     batch, heads, q_len, dim = query.shape
     key_heads, kv_len = key.shape[1:3]
     # The query heads that share a key head are multiplied in one go.
     grouped = (query.float() * scaling).reshape(batch * key_heads, -1, dim)
     keys = key.reshape(batch * key_heads, kv_len, dim)
-    logits = torch.bmm(grouped, keys.transpose(1, 2))
+    if rows_at_once >= kv_len:
+        logits = torch.bmm(grouped, keys.float().transpose(1, 2))
+    else:
+        logits = grouped.new_empty(*grouped.shape[:2], kv_len)
+        for first in range(0, kv_len, rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            logits[..., rows] = torch.bmm(grouped, keys[:, rows].float().transpose(1, 2))
     logits = logits.view(batch, kv_heads, heads // kv_heads, q_len, kv_len)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)

@@ -421,7 +421,7 @@ def test_blocks_equal_the_whole(heads_at_once, queries_at_once, dtype):
         parts = received(query, key, valid, **options, max_bytes=max_bytes)
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-6)
     assert_dense(parts, query, key, valid, **options)
-    assert made.largest(parts) <= max(max_bytes, keys + one_query)
+    assert made.largest(parts) <= max(max_bytes, one_query)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
@@ -437,6 +437,46 @@ def test_scoring_memory_is_bounded(kv_heads):
     assert made.peak - votes.untyped_storage().nbytes() <= 1.75 * max_bytes
     # Every query gives one vote in all to each KV head.
     torch.testing.assert_close(votes.sum(dim=(1, 2)), torch.tensor([32.0 * kv_heads]))
+
+
+def test_a_head_of_many_keys_is_widened_piece_by_piece():
+    """In half precision the float32 copy of one head's keys alone may exceed the bound."""
+    query = torch.randn(1, 2, 32, 64).bfloat16()
+    key = torch.randn(1, 1, 40000, 64).bfloat16()
+    max_bytes = 4 * 2**20
+    assert 4 * 40000 * 64 > 2 * max_bytes
+    with Allocations(query, key) as made:
+        votes = received(query, key, None, max_bytes=max_bytes)
+    assert made.peak - votes.untyped_storage().nbytes() <= 1.75 * max_bytes
+    torch.testing.assert_close(votes, received(query, key, None), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "many"])
+def test_a_bound_on_scoring_that_is_none_is_refused(monkeypatch, text):
+    from kvcompress import PolicyConfigError
+    from kvcompress.tensors import scoring_bytes
+
+    monkeypatch.setenv("KVCOMPRESS_SCORING_MIB", text)
+    scoring_bytes.cache_clear()
+    with pytest.raises(PolicyConfigError, match=r"KVCOMPRESS_SCORING_MIB=.* 64 is the default"):
+        received(*voters())
+    scoring_bytes.cache_clear()
+
+
+def test_the_bound_on_scoring_can_be_set(monkeypatch):
+    from kvcompress.tensors import scoring_bytes
+
+    query = torch.randn(1, 4, 32, 32)
+    key = torch.randn(1, 4, 20000, 32)
+    peaks = []
+    for mib in ("64", "4"):
+        monkeypatch.setenv("KVCOMPRESS_SCORING_MIB", mib)
+        scoring_bytes.cache_clear()
+        with Allocations(query, key) as made:
+            received(query, key, None)
+        peaks.append(made.peak)
+    scoring_bytes.cache_clear()
+    assert peaks[0] > 10 * 2**20 and peaks[1] <= 1.75 * 4 * 2**20
 
 
 def test_masks_and_queries_that_cannot_be_are_refused():
