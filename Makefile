@@ -11,7 +11,7 @@ FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 # One process a core; each computes on one thread, which for tensors this small is the faster way.
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check floor bench bench-bars slow support fuzz clean
+.PHONY: demo test check floor bench bench-bars bench-report slow support fuzz clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
@@ -44,8 +44,15 @@ support: $(READY)
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz $(or $(N),200) --seed $(or $(SEED),0)
 
+# Every measurement on the embedded model; ARGS="scaling" is one of them. The records gather in a
+# file, of which bench-report makes a table and a picture.
+BENCHES = benchmarks/results
 bench: $(READY)
-	$(BIN)/kvcompress bench
+	mkdir -p $(BENCHES)
+	$(BIN)/kvcompress bench $(ARGS) --out $(BENCHES)/bench.jsonl
+
+bench-report: $(READY)
+	$(BIN)/kvcompress bench-report $(BENCHES)/bench.jsonl --out $(BENCHES)
 
 # Against kvpress, which gets an environment of its own; both are kept in .venv-bars.
 bench-bars: $(READY)

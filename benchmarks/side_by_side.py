@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from headline.record import commit, machine
+from kvcompress_eval.provenance import commit, machine
 from rich.console import Console
 from sides import measure
 from sides.bars import BARS, Verdict, failed
@@ -146,6 +146,8 @@ def compare(setup: Setup, sizes: Sizes, parts: Sequence[Part]) -> bool:
         ours, theirs = (stack.enter_context(fresh(side)) for side in ("ours", "theirs"))
         record["versions"] = {"ours": ours.ask("hello"), "theirs": theirs.ask("hello")}
         _check_apart(record["versions"])
+        console.print("checking the contracts of our policies")
+        record["contracts_hold_for"] = ours.ask("check")
         sides = Sides(ours, theirs, fresh)
         tolerance = TOLERANCE if setup.device == "cpu" else 1.0  # bfloat16
         record["plain_logits_differ_by"] = measure.plain_agreement(sides, 300, tolerance)

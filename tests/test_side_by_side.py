@@ -42,6 +42,8 @@ for line in sys.stdin:
         value = {"modules": [library], library: "0", "transformers": "0"} | change
     elif do in ("locate", "make_random"):
         value = name or asked["path"]
+    elif do == "check":
+        value = ["snapkv"]
     elif do == "logits":
         value = [0.5 + change.get("off", 0)] * 8
     elif do == "prefill":
@@ -100,7 +102,7 @@ def test_every_bar_is_measured(duel, tmp_path, capsys):
     assert by_name["decode from 8192 rows, ours / kvpress"] == pytest.approx(10.1 / 30)
     added = by_name["what streaming_llm every 16 tokens adds at 512 rows, ours / kvpress"]
     assert added == pytest.approx((10.2 / 10 - 1) / (12.6 / 12 - 1))
-    assert "9 of 9 bars met" in capsys.readouterr().out
+    assert "10 of 10 bars met" in capsys.readouterr().out
     assert record["versions"]["theirs"]["kvpress"] == "0"
     assert record["plain_logits_differ_by"] == 0
     assert (tmp_path / "out" / "side_by_side.png").read_bytes().startswith(b"\x89PNG")
@@ -161,6 +163,13 @@ def test_nothing_is_timed_if_the_sides_are_not_comparable(duel, theirs, message)
 
     with pytest.raises(MismatchError, match=message):
         duel(theirs=theirs)
+
+
+def test_nothing_is_timed_if_a_policy_breaks_its_contract(duel):
+    from sides.client import WorkerError
+
+    with pytest.raises(WorkerError, match=r"ours could not check .*ValueError: no"):
+        duel(ours={"check": {"raises": True}})
 
 
 def test_an_overhead_within_noise_is_no_pass(monkeypatch):

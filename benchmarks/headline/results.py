@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import transformers
+from kvcompress_eval.provenance import commit
 from rich.table import Table
 
 from headline.devices import Card
-from headline.record import commit
 from kvcompress import __version__
 
 

@@ -4,7 +4,9 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from kvcompress import __version__, press
+from kvcompress_eval.bench import check_contracts
+
+from kvcompress import __version__, policy_from, press
 from kvcompress.models import source_of
 from sides.worker import Decoding, Side, serve
 
@@ -28,6 +30,16 @@ class Ours(Side):
     def locate(self, name: str) -> str:
         """Where a model is that both sides can load."""
         return source_of(name)
+
+    def check(self) -> list[str]:
+        """The policies, once each has passed the contract suite with a small budget.
+
+        Raises:
+            EvaluationError: One breaks a contract; its times would mean nothing.
+        """
+        for text in POLICIES.values():
+            check_contracts(policy_from(text.format(keep=512, interval=16, window=32)))
+        return list(POLICIES)
 
     def compressing(
         self, method: str, keep: int, length: int, interval: int | None

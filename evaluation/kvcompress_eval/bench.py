@@ -1,4 +1,4 @@
-"""`kvcompress bench`: what compression costs and saves, as ratios within one run.
+"""What compression costs and saves, measured against the plain model.
 
 Two things are measured in turn, never one after the other, since machines are shared; every ratio
 comes with the spread of its repetitions.
@@ -7,76 +7,77 @@ comes with the spread of its repetitions.
 import copy
 import gc
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import partial
-from pathlib import Path
-from statistics import fmean, median, quantiles
-from typing import Annotated, Any, TypeVar
+from statistics import fmean
+from typing import Any
 
-import typer
+import torch
 
-from kvcompress.errors import EvaluationError
-
-Measured = TypeVar("Measured")
+from kvcompress import ComposedPolicy, CompressedCache, Policy, press
+from kvcompress.errors import EvaluationError, PolicyConfigError
+from kvcompress.models import load
+from kvcompress.tensors import scoring_bytes
+from kvcompress.testing import PolicyContractError, check_policy, scores
+from kvcompress.timing import clock
+from kvcompress_eval.measure import cache_of, random_ids, timed_run
+from kvcompress_eval.memory import Allocations, Memory
+from kvcompress_eval.ratios import Ratio, compare, in_turn
 
 QUESTION_TOKENS = 20
 ANSWER_TOKENS = 16
+LAYERS = 3
+"""Of the models on which contracts are tried."""
+ROOM = 8
+"""Rows beside those that a policy always keeps, where contracts are tried."""
 
 
-class What(StrEnum):
-    """The measurements."""
+def check_contracts(policy: Policy) -> bool:
+    """Refuse to measure a policy that is wrong: the contract suite on its rule with a small budget.
 
-    decode = "decode"
-    prefill = "prefill"
-    memory = "memory"
-    questions = "questions"
-    all = "all"
+    Returns:
+        False if it always keeps too many rows to be tried on the suite's short prompts.
 
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ours against plain, measured side by side."""
-
-    name: str
-    unit: str
-    ours: float
-    plain: float
-    ratio: float
-    low: float
-    """First quartile of the pairwise ratios."""
-    high: float
-    """Third quartile."""
-    pairs: int
+    Raises:
+        EvaluationError: It breaks a contract.
+    """
+    try:
+        check_policy(_small(policy))
+    except PolicyContractError as error:
+        raise EvaluationError(f"{policy} is not measured, since it is wrong. {error}") from None
+    except (PolicyConfigError, ValueError):
+        return False
+    return True
 
 
-def compare(name: str, unit: str, ours: list[float], plain: list[float]) -> Ratio:
-    """Ratio of medians, and the quartiles of the pairwise ratios."""
-    pairs = [a / b for a, b in zip(ours, plain, strict=True)]
-    low, _, high = quantiles(pairs, n=4) if len(pairs) > 1 else (pairs[0],) * 3
-    first, second = median(ours), median(plain)
-    return Ratio(name, unit, first, second, first / second, low, high, len(pairs))
-
-
-def in_turn(
-    times: int, ours: Callable[[], Measured], plain: Callable[[], Measured], first: int = 0
-) -> tuple[list[Measured], list[Measured]]:
-    """What both give, called in turn; each goes first half of the time."""
-    results: tuple[list[Measured], list[Measured]] = ([], [])
-    for turn in range(first, first + times):
-        order = [(results[0], ours), (results[1], plain)]
-        for found, call in order if turn % 2 else reversed(order):
-            found.append(call())
-    return results
+def _small(policy: Policy) -> Policy:
+    """The same rule for short prompts and a model of few layers."""
+    if isinstance(policy, ComposedPolicy):
+        prefill, decode = _small(policy.prefill), _small(policy.decode)
+        if policy.scope == "all" and isinstance(decode.capacity, int):
+            # Its budget must not be below the prompt's.
+            most = max(prefill.at("capacity", 0), decode.capacity)
+            decode = decode.model_copy(update={"capacity": most})
+        return ComposedPolicy(prefill=prefill, decode=decode, scope=policy.scope)
+    single = {
+        name: value[0]
+        for name in policy.per_layer
+        if isinstance(value := getattr(policy, name), tuple)
+    }
+    small = policy.model_copy(update={**single, "protect": ()})
+    if small.keep_ratio is not None:
+        return small
+    while True:
+        # Of some policies, what they always keep is a share of the capacity.
+        fixed = max(small.fixed_tokens(layer, LAYERS) for layer in range(LAYERS))
+        if fixed + ROOM >= small.at("capacity", 0):
+            return small
+        small = small.model_copy(update={"capacity": fixed + ROOM})
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    from kvcompress.timing import clock
-
     started = clock()
     call()
     return clock() - started
@@ -89,11 +90,6 @@ def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
     holds before every step, so that only the policy and the hosting differ. A policy that evicts
     every so many tokens is timed over as many, `steps` times.
     """
-    import torch
-
-    from kvcompress import CompressedCache
-    from kvcompress_eval.measure import cache_of, random_ids
-
     ids = random_ids(model, length)
     compressed = CompressedCache(model, policy, prompt_length=length)
     interval: int = getattr(policy.part("decode"), "interval", 1)
@@ -131,11 +127,6 @@ def _held(cache: Any) -> int:
 
 def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     """Prefill with compression / plain prefill of the same prompt, in turn."""
-    import torch
-
-    from kvcompress import press
-    from kvcompress_eval.measure import random_ids
-
     ids = random_ids(model, length)
 
     def pressed() -> None:
@@ -152,6 +143,34 @@ def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     return compare(f"prefill of {length} with {policy} / plain prefill", "s", ours, plain)
 
 
+def first_token_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
+    """Time to the first token of `generate`, compressed / plain, in turn."""
+    ids = random_ids(model, length)
+
+    def first(chosen: Any) -> float:
+        return timed_run(model, ids, chosen, max_new_tokens=1).prefill_seconds
+
+    timed_run(model, ids[:, :64], None, max_new_tokens=1)
+    ours, plain = in_turn(repeats, lambda: first(policy), lambda: first(None))
+    return compare(f"first token of {length} with {policy} / plain", "s", ours, plain)
+
+
+def scoring_ratio(model: Any, policy: Any, length: int) -> Ratio:
+    """Temporary memory of scoring one layer's prompt / the bound, `tensors.scoring_bytes`."""
+    text = model.config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    made = [
+        torch.randn(1, each, length, head_dim, dtype=model.dtype, device=model.device)
+        for each in (heads, kv_heads, kv_heads)
+    ]
+    with Allocations(*made) as memory:
+        scores(policy, *made)
+    peak, bound = memory.peak / 2**20, scoring_bytes() / 2**20
+    return compare(f"scoring {length} rows with {policy} / its bound", "MiB", [peak], [bound])
+
+
 def question_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     """Ten questions about one context through forks / its prefill and ten decodes.
 
@@ -161,11 +180,6 @@ def question_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     Raises:
         EvaluationError: The answers differ.
     """
-    import torch
-
-    from kvcompress import press
-    from kvcompress_eval.measure import random_ids
-
     ids = random_ids(model, length + 10 * QUESTION_TOKENS)
     context, questions = ids[:, :length], ids[:, length:].split(QUESTION_TOKENS, dim=1)
     options = {"max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS, "do_sample": False}
@@ -208,10 +222,6 @@ def question_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
     return compare(name, "s", ours, plain)
 
 
-def _alone(measure: Callable[..., Ratio], *arguments: Any) -> list[Ratio]:
-    return [measure(*arguments)]
-
-
 def memory_ratios(options: dict[str, Any], policy: str, repeats: int) -> list[Ratio]:
     """Peak and lasting memory of a prefill, each in a process of its own."""
 
@@ -236,13 +246,6 @@ def memory_ratios(options: dict[str, Any], policy: str, repeats: int) -> list[Ra
 
 def _child(options: dict[str, Any]) -> dict[str, float]:
     """Memory that one prefill needs above what the loaded model takes, in MiB."""
-    import torch
-
-    from kvcompress import press
-    from kvcompress.models import load
-    from kvcompress_eval.measure import cache_of, random_ids
-    from kvcompress_eval.memory import Memory
-
     torch.set_num_threads(options["threads"])
     model, _ = load(options["model"], device=options["device"])
     ids = random_ids(model, options["length"])
@@ -267,88 +270,6 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
 
 def _forward(model: Any, ids: Any, cache: Any) -> Any:
     return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-def bench(
-    what: Annotated[What, typer.Argument(help="Which measurement.")] = What.all,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="Policy, as name:field=value:...; may be repeated."),
-    ] = None,
-    length: Annotated[int, typer.Option(min=64, help="Prompt tokens.")] = 4096,
-    repeats: Annotated[int, typer.Option(min=2, help="Pairs of prefills.")] = 5,
-    steps: Annotated[
-        int,
-        typer.Option(min=5, help="Pairs of decode steps, or of steps from eviction to eviction."),
-    ] = 60,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the record to this JSONL file.")] = None,
-) -> None:
-    """Measure decode, prefill and memory against the plain model."""
-    import warnings
-
-    import torch
-    import transformers
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-
-    from kvcompress import __version__, policy_from
-    from kvcompress.models import load
-
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    torch.set_num_threads(threads)
-    chosen = [policy_from(each) for each in policy or ["snapkv:capacity=512"]]
-    jobs: list[Callable[[], list[Ratio]]] = []
-    options = {"model": model, "length": length, "device": device, "threads": threads}
-    if what in (What.memory, What.all):
-        jobs += [partial(memory_ratios, options, each.to_string(), repeats) for each in chosen]
-    if what is not What.memory:
-        loaded, _ = load(model, device=device)
-        measures: dict[What, tuple[Callable[..., Ratio], int]] = {
-            What.decode: (decode_ratio, steps),
-            What.prefill: (prefill_ratio, repeats),
-            What.questions: (question_ratio, repeats),
-        }
-        wanted = measures if what is What.all else [what]
-        for each in chosen:
-            for name in wanted:
-                measure, times = measures[name]
-                jobs.append(partial(_alone, measure, loaded, each, length, times))
-    ratios: list[Ratio] = []
-    console = Console()
-    for job in track(jobs, description="measuring", console=console):
-        ratios += job()
-    table = Table(title=f"{model}, {threads} threads")
-    for heading in ("measurement", "ours", "plain", "unit", "ratio", "quartiles", "pairs"):
-        table.add_column(heading, overflow="fold", min_width=len(heading))
-    for ratio in ratios:
-        table.add_row(
-            ratio.name,
-            f"{ratio.ours:.2f}",
-            f"{ratio.plain:.2f}",
-            ratio.unit,
-            f"{ratio.ratio:.3f}",
-            f"{ratio.low:.3f} to {ratio.high:.3f}",
-            str(ratio.pairs),
-        )
-    console.print(table)
-    if out is not None:
-        record = {
-            **options,
-            "policies": [each.to_string() for each in chosen],
-            "kvcompress": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "machine": f"{platform.machine()}, {threads} threads"
-            if not torch.cuda.is_available()
-            else torch.cuda.get_device_name(),
-            "ratios": [asdict(each) for each in ratios],
-        }
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

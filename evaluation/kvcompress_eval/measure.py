@@ -48,6 +48,7 @@ def timed_run(
     policy: Policy | None,
     *,
     max_new_tokens: int,
+    min_new_tokens: int = 0,
 ) -> Run:
     """Generate greedily from one prompt.
 
@@ -56,12 +57,14 @@ def timed_run(
         input_ids: 1 x prompt.
         policy: None for the uncompressed cache.
         max_new_tokens: Length of the answer.
+        min_new_tokens: What ends an answer has no effect before so many.
     """
     streamer = TimedStreamer()
     generate: Any = model.generate
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(input_ids),
         "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens or None,
         "do_sample": False,
         "streamer": streamer,
         "return_dict_in_generate": True,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,6 +14,7 @@ from kvcompress_eval.long_prompts import Reading
 from kvcompress_eval.needle import Needle
 from kvcompress_eval.needle_grid import Found
 from kvcompress_eval.plan import GIB, Plan
+from kvcompress_eval.ratios import Ratio
 from kvcompress_eval.scores import Panel
 
 matplotlib.use("Agg")
@@ -237,3 +239,62 @@ def plot_plan(needs: Mapping[str, Sequence[tuple[int, float]]], plan: Plan, path
     axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def plot_bench(ratios: Sequence[Ratio], path: Path) -> None:
+    """Ratios with their quartiles; over lengths, a step of decoding and the parts of a request."""
+    single = [each for each in ratios if not each.tokens]
+    steps = [each for each in ratios if each.tokens and each.unit == "ms/token"]
+    parts = [each for each in ratios if each.tokens and each.unit == "s"]
+    wide = [group for group in (steps, parts) if group]
+    figure, grid = plt.subplots(
+        1 + bool(wide),
+        max(1, len(wide)),
+        figsize=(12, 1.5 + 0.3 * len(single) + 3.6 * bool(wide)),
+        height_ratios=[1 + 0.3 * len(single), *([3.6] if wide else [])],
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis in grid[0, 1:]:
+        axis.remove()
+    if len(wide) > 1:
+        grid[0, 0].set_subplotspec(grid[0, 0].get_gridspec()[0, :])
+    _dots(grid[0, 0], single)
+    for axis, group in zip(grid[-1] if wide else [], wide, strict=True):
+        _over_lengths(axis, group)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _dots(axis: Axes, ratios: Sequence[Ratio]) -> None:
+    """A row for every ratio."""
+    for row, each in enumerate(ratios):
+        axis.plot([each.low, each.high], [row, row], color="tab:blue", lw=1.5)
+        axis.plot(each.ratio, row, "o", color="tab:blue", ms=5)
+    axis.axvline(1, color="black", lw=0.6, ls=":")
+    axis.set_yticks(range(len(ratios)), [each.name for each in ratios], fontsize=7)
+    axis.set_ylim(len(ratios) - 0.5, -0.5)
+    axis.set_xlabel("ours / plain, with quartiles")
+
+
+def _over_lengths(axis: Axes, ratios: Sequence[Ratio]) -> None:
+    """Ours and plain over the length of the prompt, a colour for each thing measured."""
+    groups: dict[str, list[Ratio]] = {}
+    for each in sorted(ratios, key=lambda each: each.tokens):
+        words = each.name.removesuffix(" / plain").replace(f" after {each.tokens}", "")
+        groups.setdefault(words, []).append(each)
+    for number, (label, group) in enumerate(groups.items()):
+        lengths, colour = [each.tokens for each in group], f"C{number}"
+        axis.plot(lengths, [each.ours for each in group], "o-", ms=4, color=colour, label=label)
+        plain = "the same, uncompressed"
+        values = [each.plain for each in group]
+        axis.plot(lengths, values, "s--", ms=4, lw=1, color=colour, mfc="none", label=plain)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("prompt (tokens)")
+    axis.set_ylabel({"s": "seconds"}.get(ratios[0].unit, ratios[0].unit))
+    if ratios[0].unit == "s":
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)

@@ -8,7 +8,7 @@ from kvcompress.hookspecs import hookimpl
 @hookimpl
 def kvcompress_commands(app: typer.Typer) -> None:
     """Demo, benchmarks and evaluations."""
-    from kvcompress_eval.bench import bench
+    from kvcompress_eval.bench_command import bench, bench_report
     from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
     from kvcompress_eval.fidelity_command import fidelity
@@ -24,6 +24,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command("lm-eval", context_settings=theirs, add_help_option=False)(lm_eval)
     app.command()(demo)
     app.command()(bench)
+    app.command("bench-report")(bench_report)
     app.command()(needle)
     app.command()(show)
     app.command()(observe)

@@ -1,5 +1,7 @@
 """Demo, needle and benchmarks on a tiny model saved to disk; what they measure, not how fast."""
 
+import importlib
+import itertools
 import json
 
 import pytest
@@ -56,31 +58,166 @@ def test_demo_writes_picture_and_numbers(saved_model, tmp_path, capsys):
     assert record["number"] in capsys.readouterr().out
 
 
-def test_bench_measures_both_in_turn(saved_model, tmp_path, monkeypatch):
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Contracts take seconds, and another test sees to them."""
+    from kvcompress_eval import bench
+
+    monkeypatch.setattr(bench, "check_contracts", lambda policy: True)
+
+
+def test_bench_measures_both_in_turn(saved_model, tmp_path, monkeypatch, unchecked):
     from kvcompress_eval import bench as measures
-    from kvcompress_eval.bench import What, bench
+    from kvcompress_eval.bench_command import What, bench, bench_report
 
     monkeypatch.setattr(measures, "ANSWER_TOKENS", 3)
-    out = tmp_path / "bench.jsonl"
-    for what in (What.decode, What.prefill, What.memory, What.questions):
-        bench(
-            what=what,
-            model=str(saved_model),
-            policy=["snapkv:capacity=40:window_size=8"],
-            length=96,
-            repeats=2,
-            steps=5,
-            threads=1,
-            device="cpu",
-            out=out,
-        )
+    out, policy = tmp_path / "bench.jsonl", "snapkv:capacity=40:window_size=8"
+    for what in What:
+        if what is not What.all:
+            bench(
+                what=what,
+                model=str(saved_model),
+                policy=[policy],
+                length=96,
+                lengths=[96, 192],
+                layers=1,
+                new_tokens=4,
+                repeats=2,
+                steps=5,
+                threads=1,
+                device="cpu",
+                out=out,
+            )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     ratios = [ratio for record in records for ratio in record["ratios"]]
-    assert [ratio["pairs"] for ratio in ratios] == [5, 2, 2, 2, 2]
-    assert ratios[-1]["name"].startswith("10 questions on 96 with snapkv:capacity=40")
-    assert ratios[0]["name"].startswith("decode after 96 -> 40 with snapkv:capacity=40")
-    assert all(ratio["ours"] > 0 and ratio["plain"] > 0 for ratio in ratios[:2])
-    assert all(record["policies"] == ["snapkv:capacity=40:window_size=8"] for record in records)
+    assert [
+        (each["name"].removesuffix(f" with {policy} / plain"), each["pairs"]) for each in ratios
+    ] == [
+        (f"decode after 96 -> 40 with {policy} / plain from as many rows", 5),
+        (f"prefill of 96 with {policy} / plain prefill", 2),
+        ("first token of 96", 2),
+        (f"peak memory of a prefill of 96 with {policy} / plain prefill", 2),
+        (f"memory held after a prefill of 96 with {policy} / plain prefill", 2),
+        (f"scoring 96 rows with {policy} / its bound", 1),
+        (f"10 questions on 96 with {policy}, forked / prefill and 10 decodes", 2),
+        ("decode after 96", 5),
+        ("decode after 192", 5),
+        ("what 1000 tokens of prompt add to a step", 5),
+        ("first token after 96", 2),
+        ("3 more tokens after 96", 2),
+        ("first token after 192", 2),
+        ("3 more tokens after 192", 2),
+    ]
+    assert all(ratio["ours"] > 0 and ratio["plain"] > 0 for ratio in ratios[:3])
+    assert all(record["policies"] == [policy] and record["not checked"] == [] for record in records)
+    wanted = ("commit", "machine", "version of torch")
+    assert all(record[name] for record in records for name in wanted)
+
+    bench_report([out, out], out=tmp_path / "report")
+    lines = (tmp_path / "report" / "bench.md").read_text().splitlines()
+    assert len(lines) == 2 + len(ratios) and records[0]["commit"] in lines[2]
+    assert (tmp_path / "report" / "bench.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "no measurement"), ("{}", "line 1, is no record"), ("[1", "line 1, is no record")],
+)
+def test_a_report_of_something_else_is_refused(tmp_path, text, message):
+    from kvcompress_eval.bench_command import bench_report
+
+    from kvcompress import EvaluationError
+
+    path = tmp_path / "other.jsonl"
+    path.write_text(text)
+    with pytest.raises(EvaluationError, match=message):
+        bench_report([path], out=tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_policy_that_breaks_a_contract_is_not_measured(saved_model, monkeypatch):
+    """Whatever its budget: contracts are tried on a small one."""
+    from kvcompress_eval import bench as measures
+    from kvcompress_eval.bench import check_contracts
+
+    from kvcompress import EvaluationError, SnapKVPolicy, policy_from
+
+    contracts = importlib.import_module("kvcompress.testing.contracts")
+    factors = itertools.cycle([1.0, 2.0])
+
+    class Forgetful(SnapKVPolicy):
+        name = "forgetful"
+
+        def scores(self, view):
+            return super().scores(view) * next(factors)
+
+    tried = []
+    monkeypatch.setattr(measures, "check_policy", lambda policy: tried.append(policy))
+    for spec in (
+        "snapkv:capacity=4096/512",
+        "snapkv:capacity=900+h2o:capacity=950",
+        "h2o:keep_ratio=0.5",
+    ):
+        assert check_contracts(policy_from(spec))
+    assert [str(each) for each in tried] == [
+        "snapkv:capacity=40",
+        "snapkv:capacity=40+h2o:capacity=40",
+        "h2o:keep_ratio=0.5",
+    ]
+    monkeypatch.undo()
+    assert not check_contracts(SnapKVPolicy(window_size=400, capacity=2048))
+    pure = "scores are pure float32"  # the others take minutes if scores change at every call
+    monkeypatch.setattr(contracts, "_CONTRACTS", {pure: contracts._CONTRACTS[pure]})
+    assert check_contracts(SnapKVPolicy(capacity=2048))
+    with pytest.raises(EvaluationError, match=r"(?s)forgetful is not measured.*when repeated"):
+        check_contracts(Forgetful(capacity=2048))
+
+
+def test_scoring_is_weighed_without_its_inputs_and_result(make_model):
+    from kvcompress_eval.bench import scoring_ratio
+
+    from kvcompress import policy_from
+
+    model = make_model()
+    small, large = (
+        scoring_ratio(model, policy_from("snapkv:capacity=40:window_size=8"), length)
+        for length in (1000, 4000)
+    )
+    rows = 4 * 4 * 8 * 4000 / 2**20  # logits of 8 queries, 4 heads
+    assert rows < large.ours < 6 * rows
+    assert 3 < large.ours / small.ours < 5
+    assert large.plain == 64 and large.ratio == large.ours / 64
+
+
+def test_what_longer_prompts_add_to_a_step_is_fitted(make_model, monkeypatch):
+    from kvcompress_eval import scaling
+
+    from kvcompress import policy_from
+
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(scaling, "clock", lambda: next(ticks) / 1000)
+    model = make_model()
+    original = model.forward
+
+    def forward(ids, past_key_values=None, **options):
+        if ids.shape[1] == 1:  # as long as it holds rows
+            held = past_key_values.layers[0].keys.shape[2]
+            for _ in range(held):
+                next(ticks)
+        return original(ids, past_key_values=past_key_values, **options)
+
+    model.forward = forward
+    try:
+        *points, slope = scaling.decode_over_lengths(
+            model, policy_from("snapkv:capacity=40:window_size=8"), [100, 200, 400], 5
+        )
+    finally:
+        del model.forward
+    assert [point.tokens for point in points] == [100, 200, 400]
+    # Medians of five steps, after three that do not count.
+    assert [point.ours for point in points] == pytest.approx([46] * 3)
+    assert [point.plain for point in points] == pytest.approx([106, 206, 406])
+    assert slope.plain == pytest.approx(1000) and slope.ours == pytest.approx(0, abs=1e-6)
 
 
 def test_decode_is_timed_from_eviction_to_eviction_on_caches_of_equal_length(make_model):
@@ -161,7 +298,7 @@ def test_stream_writes_picture_and_numbers(saved_model, tmp_path, call):
 
 
 def test_each_goes_first_half_of_the_time():
-    from kvcompress_eval.bench import compare, in_turn
+    from kvcompress_eval.ratios import compare, in_turn
 
     order = []
     in_turn(4, lambda: order.append("ours"), lambda: order.append("plain"))
