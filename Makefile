@@ -11,7 +11,7 @@ FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 # One process a core; each computes on one thread, which for tensors this small is the faster way.
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check floor bench bench-bars bench-report slow support fuzz clean
+.PHONY: demo test check docs pictures floor bench bench-bars bench-report slow support fuzz clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
@@ -29,6 +29,14 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documentation site, in site/; without network.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Draws docs/pictures again from real runs, all or ONLY="snapkv votes".
+pictures: $(READY)
+	$(BIN)/python docs/generate/pictures.py $(ONLY)
 
 # The contract on the oldest supported transformers, with others of its time: a later huggingface_hub
 # refuses some of its configurations' own defaults, a later click warns of what its typer does.
@@ -76,4 +84,4 @@ $(FLOOR)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FLOOR) .venv-bars dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) .venv-bars dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
