@@ -123,7 +123,10 @@ def test_the_page_of_commands_has_every_option(generate, call):
 def test_links_that_leave_the_documents_lead_to_pages(generate):
     pytest.importorskip("mkdocs")
     hooks = generate("hooks")
-    text = "[a](../README.md#b) [c](policies.md) [d](../examples/kvcompress-random)\n```\n[e](../LICENSE)\n```\n"
+    text = (
+        "[a](../README.md#b) [c](policies.md) [d](../examples/kvcompress-random)\n"
+        "```\n[e](../LICENSE)\n```\n"
+    )
     assert hooks._with_site_links(text, "docs/x.md") == (
         "[a](repository/README.md#b) [c](policies.md) "
         "[d](repository/examples/kvcompress-random/README.md)\n```\n[e](../LICENSE)\n```\n"
@@ -216,9 +219,7 @@ class Browser:
         os.close(their_out)
         self.rest, self.count, self.session, self.events = b"", 0, None, []
         [page] = [
-            each
-            for each in self.ask("Target.getTargets")["targetInfos"]
-            if each["type"] == "page"
+            each for each in self.ask("Target.getTargets")["targetInfos"] if each["type"] == "page"
         ]
         attached = self.ask("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self.session = attached["sessionId"]

@@ -4,7 +4,10 @@ import importlib
 import inspect
 from typing import Any
 
-ELSEWHERE = {"hookimpl": "kvcompress.hookspecs.hookimpl", "FAMILIES": "kvcompress.testing.models.FAMILIES"}
+ELSEWHERE = {
+    "hookimpl": "kvcompress.hookspecs.hookimpl",
+    "FAMILIES": "kvcompress.testing.models.FAMILIES",
+}
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Compressing": ("press", "Session", "CompressedCache", "policy_from"),
     "Reports": ("Report", "LayerReport"),
@@ -49,7 +52,7 @@ def page() -> str:
             f"{', '.join(sorted(left))}: public, but in no subject of docs/generate/api_page.py."
         )
     parts = [
-        "# Python\n\nWhat `import kvcompress` offers. Names are imported when they are first used.\n"
+        "# Python\n\nWhat `import kvcompress` offers; names are imported on their first use.\n"
     ]
     for subject, names in SUBJECTS.items():
         parts.append(f"## {subject}\n")

@@ -63,8 +63,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     if source.startswith("policies/"):
         name = Path(source).stem
         try:
-            markdown = policy_pages.table(markdown) if name == "index" else policy_pages.page(
-                name, markdown
+            markdown = (
+                policy_pages.table(markdown)
+                if name == "index"
+                else policy_pages.page(name, markdown)
             )
         except ValueError as error:
             raise PluginError(f"docs/{source}: {error}") from None
@@ -166,7 +168,7 @@ def _with_site_links(text: str, source: str) -> str:
 
     def lead(link: re.Match[str]) -> str:
         path = _resolved(link[2], source)
-        if path is None or _in_site(source) and _in_site(path) or not (ROOT / path).is_file():
+        if path is None or (_in_site(source) and _in_site(path)) or not (ROOT / path).is_file():
             return link[0]
         anchor = "".join(link[2].partition("#")[1:])
         return link[1] + posixpath.relpath(_site_path(path), here or ".") + anchor + link[3]

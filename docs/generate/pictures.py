@@ -1,7 +1,7 @@
 """Draws the pictures of how policies work, from real runs: `python docs/generate/pictures.py`.
 
-What the runs gave is in docs/pictures/measured.npz, and each picture carries a digest of the numbers
-that it shows; the tests run the models again and compare.
+What the runs gave is in docs/pictures/measured.npz, and each picture carries a digest of what it
+shows; the tests run the models again and compare.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcompress import CompressedCache, LayerView, Policy, SnapKVPolicy, policy_from, press
+from kvcompress import CompressedCache, LayerView, SnapKVPolicy, policy_from, press
 from kvcompress.plugins import registry
 from kvcompress.testing import record, tiny_model
 
@@ -48,8 +48,9 @@ def setting(name: str) -> str:
 
 def _embedded() -> tuple[Any, Any, Any]:
     """The embedded model, a prompt of essays with a number in it, and the needle."""
-    from kvcompress.models import load
     from kvcompress_eval.needle import make_needle
+
+    from kvcompress.models import load
 
     model, tokenizer = load(device="cpu", dtype="float32")
     needle = make_needle(tokenizer, PROMPT_TOKENS, DEPTH)
@@ -246,9 +247,7 @@ def draw_policy(numbers: Numbers, name: str, needle: Array) -> Any:
     """Above: layers x prompt when it ends. Below: steps x tokens while the answer is generated."""
     layers, life = numbers[f"{name}.layers"] / 255, numbers[f"{name}.life"] / 255
     prompt = layers.shape[1]
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 4.6), sharex=True, layout="constrained"
-    )
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, layout="constrained")
     options: dict[str, Any] = {
         "aspect": "auto", "interpolation": "none", "vmin": 0, "vmax": 1, "cmap": "magma_r",
     }  # fmt: skip
@@ -313,10 +312,14 @@ def draw_course(numbers: Numbers) -> Any:
     longest = int(numbers["course.0"][-1, 0])
     start, end = 0, 0
     for turn in TURNS:
-        end = start + turn + (1 if start else 0)  # with the last answer's last token, not fed so far
+        end = (
+            start + turn + (1 if start else 0)
+        )  # with the last answer's last token, not fed so far
         axis.axvspan(start, end, color="tab:orange", alpha=0.1, lw=0)
         start = end + ANSWER - 1
-    axis.plot([TURNS[0], longest], [TURNS[0], longest], "--", color="grey", lw=1, label="uncompressed")
+    axis.plot(
+        [TURNS[0], longest], [TURNS[0], longest], "--", color="grey", lw=1, label="uncompressed"
+    )
     for number, text in enumerate(COURSES):
         seen, held = numbers[f"course.{number}"].T
         axis.plot(seen, held, ".-", ms=3, lw=1, label=text)
@@ -335,7 +338,9 @@ def draw_attention(numbers: Numbers) -> Any:
     for number, (axis, text) in enumerate(zip(axes, SEEN_BY, strict=True)):
         sees = numbers[f"attention.{number}"]
         past = np.tril(np.ones_like(sees))
-        axis.imshow(past + sees * past, cmap=colours, vmin=0, vmax=2, interpolation="none", aspect="auto")
+        axis.imshow(
+            past + sees * past, cmap=colours, vmin=0, vmax=2, interpolation="none", aspect="auto"
+        )
         axis.axhline(FED - 0.5, color="black", lw=0.8)
         axis.set_title(text, fontsize=9, loc="left")
         axis.set_xlabel("token (key)")

@@ -9,6 +9,7 @@ from kvcompress.plugins import registry
 
 HEADINGS = ("When to use it", "When not to", "What it costs")
 """What is written by hand, in docs/policies/NAME.md, in this order."""
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def built_in() -> dict[str, type[Policy]]:
@@ -102,13 +103,7 @@ def _kind(schema: dict[str, Any]) -> str:
         return "a list, one a layer"
     if schema.get("type") not in ("integer", "number"):
         return ""
-    bounds = [
-        f"{sign} {schema[key]:g}"
-        for key, sign in (
-            ("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"),
-        )
-        if key in schema
-    ]  # fmt: skip
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in BOUNDS.items() if key in schema]
     return ", ".join(bounds) or "a number"
 
 
