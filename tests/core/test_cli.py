@@ -16,21 +16,6 @@ def test_policies_lists_every_field(call):
             assert field in out
 
 
-def test_env_names_versions_and_plugins(call):
-    from importlib.metadata import version
-
-    from kvcompress.plugins import registry
-
-    code, out, _ = call("env")
-    found = dict(line.split(": ", 1) for line in out.splitlines())
-    assert code == 0
-    assert found["torch"] == version("torch") and found["kvcompress"] == version("kvcompress")
-    assert found["flash-attn"] == "not installed" and found["python"]
-    assert found["policies of kvcompress"].split(", ") == [
-        name for name, entry in registry().policies.items() if entry.distribution == "kvcompress"
-    ]
-
-
 def test_schema(call):
     code, out, _ = call("policies", "--schema", "snapkv")
     schema = json.loads(out)
