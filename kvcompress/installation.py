@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import kvcompress
 from kvcompress.errors import KVCompressError
@@ -56,7 +55,7 @@ def facts() -> dict[str, str]:
         "embedded model": _embedded_model,
         "lm_eval hook": _lm_eval_hook,
     }
-    found = {}
+    found: dict[str, str] = {}
     for name, part in parts.items():
         try:
             found |= part()
@@ -146,23 +145,24 @@ def _attention() -> dict[str, str]:
 
 
 def _available(attention: str) -> bool:
-    from transformers import utils
+    from transformers.utils import import_utils
 
     package = {"flex_attention": "torch_flex_attn"} | {
         f"flash_attention_{number}": f"flash_attn_{number}" for number in (2, 3, 4)
     }
     if attention not in package:
         return True  # sdpa, and what somebody registered
-    return bool(getattr(utils, f"is_{package[attention]}_available")())
+    return bool(getattr(import_utils, f"is_{package[attention]}_available")())
 
 
 def _quantized_caches() -> dict[str, str]:
-    from transformers import cache_utils, utils
+    from transformers import cache_utils
+    from transformers.utils import import_utils
 
-    has: dict[str, Any] = {
+    has = {
         "fp8": hasattr(cache_utils, "Fp8QuantizedLayer"),
-        "hqq": utils.is_hqq_available(),
-        "quanto": utils.is_optimum_quanto_available(),
+        "hqq": import_utils.is_hqq_available(),
+        "quanto": import_utils.is_optimum_quanto_available(),
     }
     return {"quantized caches": ", ".join(name for name in has if has[name]) or "no backend"}
 
@@ -171,7 +171,8 @@ def _plugins() -> dict[str, str]:
     from kvcompress.plugins import registry
 
     plugins = registry()
-    found, names = {}, {}
+    found: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     try:
         for name, entry in plugins.policies.items():
             names.setdefault(entry.distribution, []).append(name)
@@ -180,8 +181,8 @@ def _plugins() -> dict[str, str]:
     for distribution in plugins.distributions:
         own = ", ".join(names.get(distribution, [])) or "no policies"
         found[f"plugin {distribution} {_version(distribution)}"] = own
-    for distribution, error in sorted(plugins.broken.items()):
-        found[f"broken plugin {distribution} {_version(distribution)}"] = _text(error)
+    for distribution, reason in sorted(plugins.broken.items()):
+        found[f"broken plugin {distribution} {_version(distribution)}"] = _text(reason)
     return found
 
 

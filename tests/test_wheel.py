@@ -1,5 +1,12 @@
-"""The wheel and the sdist: what is in them, and that the wheel works from anywhere."""
+"""The wheel and the sdist: what is in them, and that both work from anywhere.
 
+KVCOMPRESS_DIST names a folder with the two that are about to be released; else they are built here.
+"""
+
+import email
+import email.policy
+import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+RELEASE = os.environ.get("KVCOMPRESS_DIST")
 
 
 def run(*command, **options):
@@ -19,13 +27,25 @@ def run(*command, **options):
     return done.stdout
 
 
+def build(out, *options, source=ROOT):
+    # The build backend is installed already; an isolated build would download it.
+    build = ("-m", "build", "--no-isolation", "--outdir")
+    run(sys.executable, *build, str(out), *options, str(source))
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    out = tmp_path_factory.mktemp("dist")
-    # The build backend is installed already; an isolated build would download it.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT))
+    out = Path(RELEASE) if RELEASE else tmp_path_factory.mktemp("dist")
+    if not RELEASE:
+        build(out)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return wheel, sdist
+
+
+def members(archive):
+    """The files of an sdist, below its one folder."""
+    with tarfile.open(archive) as opened:
+        return {name.partition("/")[2] for name in opened.getnames()}
 
 
 STARTUP = {"_kvcompress_lm_eval.py", "kvcompress_lm_eval.pth", "kvcompress_lm_eval.start"}
@@ -50,24 +70,93 @@ def test_wheel_holds_the_three_packages_and_the_start_up_hook_only(built):
     assert sources == {name for name in names if name.endswith(".py")} - STARTUP
 
 
+def test_wheel_holds_the_license_and_no_data_but_the_page_of_show(built):
+    archive = zipfile.ZipFile(built[0])
+    others = [name for name in archive.namelist() if not name.endswith((".py", "/py.typed"))]
+    (info,) = {name.split("/")[0] for name in others if ".dist-info/" in name}
+    parts = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    described = {f"{info}/{part}" for part in parts}
+    assert set(others) - STARTUP == described | {"kvcompress_eval/show.html"}
+    license = archive.read(f"{info}/licenses/LICENSE")
+    assert license == (ROOT / "LICENSE").read_bytes()
+
+
 def test_sdist_holds_what_is_needed_to_build_and_test(built):
-    with tarfile.open(built[1]) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    names = members(built[1])
     for name in ("LICENSE", "README.md", "Makefile", "constraints.txt", "tests/conftest.py"):
         assert name in names
     assert not [name for name in names if ".venv" in name or "__pycache__" in name]
 
 
-def test_wheel_works_in_a_fresh_venv(built, tmp_path):
+@pytest.mark.skipif(not RELEASE, reason="a working tree may hold what is not committed yet")
+def test_sdist_holds_committed_files_only(built):
+    tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
+    assert members(built[1]) - tracked == {"", "PKG-INFO"}
+
+
+def contents(wheel):
+    archive = zipfile.ZipFile(wheel)
+    return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_tree_and_sdist_give_the_same_wheel(built, tmp_path):
+    # `built` is from the sdist: that is how `python -m build` makes a wheel.
+    build(tmp_path, "--wheel")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == built[0].name and contents(wheel) == contents(built[0])
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```|`[^`\n]+`", "", text, flags=re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def metadata(built):
+    (name,) = (name for name in zipfile.ZipFile(built[0]).namelist() if name.endswith("/METADATA"))
+    text = zipfile.ZipFile(built[0]).read(name)
+    return email.message_from_bytes(text, policy=email.policy.compat32)
+
+
+def test_the_version_is_written_once(metadata):
+    import kvcompress
+
+    assert metadata["Version"] == kvcompress.__version__
+    for file in ("pyproject.toml", "CITATION.cff"):
+        assert kvcompress.__version__ not in (ROOT / file).read_text()
+
+
+def test_the_index_page_has_no_link_into_the_repository(metadata):
+    readme = (ROOT / "README.md").read_text()
+    page = metadata.get_payload(decode=True).decode()
+    links = re.findall(r"\]\(([^)]*)\)", without_code(page))
+    assert links and not [link for link in links if not link.startswith("https://")]
+    assert "](docs/" in without_code(readme), "nothing to take out: this test proves nothing"
+    # Nothing else went, and no code was touched.
+    code = r"^```.*?^```"
+    assert re.findall(code, page, re.M | re.S) == re.findall(code, readme, re.M | re.S)
+    words = re.compile(r"\w+")
+    assert set(words.findall(without_code(readme))) <= set(words.findall(page))
+
+
+def test_an_index_takes_both(built):
+    check = run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
+    assert check.count("PASSED") == 2
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """An empty environment; its heavy dependencies are this interpreter's."""
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
+    site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home)}))
+    (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return home, site
+
+
+def test_wheel_works_in_a_fresh_venv(built, fresh):
+    home, site = fresh
     python = home / "bin" / "python"
     run(python, "-m", "pip", "install", "--no-deps", "--no-index", "-q", str(built[0]))
-    # The heavy dependencies are this interpreter's.
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    site = home / "lib" / version / "site-packages"
-    (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     code = (
         "import kvcompress; from kvcompress import SnapKVPolicy, policy_from;"
         "print(kvcompress.__file__); print(policy_from('snapkv:capacity=64') == "
@@ -77,6 +166,8 @@ def test_wheel_works_in_a_fresh_venv(built, tmp_path):
     assert where.startswith(str(site)) and equal == "True"
     listing = run(home / "bin" / "kvcompress", "policies", cwd="/")
     assert "snapkv" in listing and "window_size" in listing and "broken" not in listing
+    facts = run(home / "bin" / "kvcompress", "env", cwd="/")
+    assert f"kvcompress: {built[0].name.split('-')[1]}, in {site}" in facts
     for name in ("policies", "evaluation", "tests"):
         done = subprocess.run([python, "-c", f"import {name}"], cwd="/", capture_output=True)
         assert done.returncode, f"the wheel made {name!r} importable"
@@ -84,6 +175,13 @@ def test_wheel_works_in_a_fresh_venv(built, tmp_path):
     assert run(python, "-c", ask, cwd="/").strip() == "True"
     run(python, "-m", "pip", "uninstall", "-y", "-q", "kvcompress")
     assert not [path for path in site.rglob("*kvcompress*") if "outer" not in path.name]
+
+
+def test_sdist_installs_in_a_fresh_venv(built, fresh):
+    home, _ = fresh
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "-q")
+    run(home / "bin" / "python", "-m", "pip", "install", *options, str(built[1]))
+    assert "window_size" in run(home / "bin" / "kvcompress", "policies", cwd="/")
 
 
 @pytest.mark.slow

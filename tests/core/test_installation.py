@@ -2,7 +2,6 @@
 
 import sys
 from importlib import metadata
-from types import SimpleNamespace
 
 import pytest
 
@@ -124,6 +123,7 @@ def test_env_shows_an_installation_that_is_stale(env, monkeypatch):
 def test_asking_imports_nothing_heavy():
     import subprocess
 
-    code = "import sys, kvcompress.installation; print({'torch', 'transformers'} & set(sys.modules))"
+    heavy = "print({'torch', 'transformers'} & set(sys.modules))"
+    code = f"import sys, kvcompress.installation; {heavy}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
