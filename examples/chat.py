@@ -1,0 +1,144 @@
+"""A streamed conversation in a cache of bounded size, beside the full cache.
+
+    python examples/chat.py
+    python examples/chat.py --model MODEL --capacity 1024 --interactive
+
+SnapKV-Decoding cuts the cache back to its capacity at the end of every message, and again every
+`interval` tokens of an answer, so that it never holds more than capacity + interval - 1 rows
+between messages, however long the conversation gets.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import typer
+from kvcompress_eval.console import show_table
+from rich.console import Console
+from transformers import DynamicCache, TextStreamer
+
+from kvcompress import CompressedCache, policy_from
+from kvcompress.models import load
+from kvcompress.session import cache_argument
+
+SCRIPT = (
+    "Hello! My name is Ines, and I keep bees.",
+    "Name three flowers that bees like.",
+    "How can I keep my bees warm in winter?",
+    "Write two sentences about a harbour.",
+    "What is the difference between a lake and a sea?",
+    "What is my name?",
+)
+
+
+@dataclass
+class Turn:
+    """One answer, and the cache after it."""
+
+    question: str
+    answer: str
+    seen_tokens: int
+    held_tokens: int
+    mib: float
+
+
+class Chat:
+    """A conversation that goes on in one cache; only what the cache has not seen is fed."""
+
+    def __init__(self, model: Any, tokenizer: Any, cache: Any) -> None:
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device)
+        self.turns: list[Turn] = []
+
+    def say(self, message: str, max_new_tokens: int, streamer: Any = None) -> Turn:
+        """Answer one message."""
+        self.ids = torch.cat([self.ids, self._tokens(message)], dim=1)
+        output = self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=streamer,
+            **{cache_argument(self.model): self.cache},
+        )
+        answer = self.tokenizer.decode(output[0, self.ids.shape[1] :], skip_special_tokens=True)
+        self.ids = output  # as it was generated: the same text could have other tokens
+        layers = self.cache.layers
+        turn = Turn(
+            question=message,
+            answer=answer.strip(),
+            seen_tokens=self.cache.get_seq_length(),
+            held_tokens=max(layer.keys.shape[2] for layer in layers),
+            mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
+        )
+        self.turns.append(turn)
+        return turn
+
+    def _tokens(self, message: str) -> torch.Tensor:
+        """A message with what the chat template puts before and behind it."""
+        user = {"role": "user", "content": message}
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<answer>"}]
+        history = before if self.turns else []
+        text = self.tokenizer.apply_chat_template(
+            [*history, user], add_generation_prompt=True, tokenize=False
+        )
+        if self.turns:
+            text = text.split("<answer>")[1]
+            if int(self.ids[0, -1]) == self.tokenizer.eos_token_id:
+                text = text.removeprefix(self.tokenizer.eos_token)  # the model said it itself
+        encoded = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        return encoded["input_ids"].to(self.model.device)
+
+
+def typed() -> Iterator[str]:
+    """Messages from the terminal, until an empty one."""
+    while message := input("\n> ").strip():
+        yield message
+
+
+def main(
+    model: str = "smollm2",
+    capacity: int = 128,
+    interval: int = 16,
+    max_new_tokens: int = 48,
+    interactive: bool = False,
+) -> tuple[list[Turn], list[Turn]]:
+    """Talk, and show after every answer what is held."""
+    policy = policy_from(f"snapkv_decoding:capacity={capacity}:window_size=16:interval={interval}")
+    console = Console()
+    loaded, tokenizer = load(model)
+    bounded = Chat(loaded, tokenizer, CompressedCache(loaded, policy))
+    full = Chat(loaded, tokenizer, DynamicCache(config=loaded.config))
+    for message in typed() if interactive else SCRIPT:
+        if not interactive:
+            console.print(f"\n> {message}", style="bold", markup=False)
+        bounded.say(
+            message, max_new_tokens, TextStreamer(tokenizer, True, skip_special_tokens=True)
+        )
+        turn, whole = bounded.turns[-1], bounded.cache.report().dense_bytes / 2**20
+        console.print(
+            f"{turn.held_tokens} of {turn.seen_tokens} tokens, {turn.mib:.1f} of {whole:.1f} MiB",
+            style="dim",
+        )
+    if not interactive:
+        rows = [("message", "full cache", "seen", "MiB", "bounded cache", "held", "MiB")]
+        for message, small in zip(SCRIPT, bounded.turns, strict=True):
+            one = full.say(message, max_new_tokens)
+            sizes = str(one.seen_tokens), f"{one.mib:.1f}"
+            rows.append(
+                (
+                    message,
+                    one.answer,
+                    *sizes,
+                    small.answer,
+                    str(small.held_tokens),
+                    f"{small.mib:.1f}",
+                )
+            )
+        show_table(console, f"The same messages to a full cache, and to {policy}", rows)
+    return full.turns, bounded.turns
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,121 @@
+"""Summarise a long document that is read in chunks, in memory that does not grow with its length.
+
+    python examples/summarise.py
+    python examples/summarise.py --model MODEL --document book.txt --capacity 4096 --chunk-size 2048
+
+After every chunk the cache is cut to the capacity, by the votes of the prompt's last tokens, which
+ask for the summary. A plain prefill is beside it, once whole and once cut after it was read: its
+peak is the whole prompt in either case.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from kvcompress_eval.console import show_table
+from kvcompress_eval.measure import cache_of
+from rich.console import Console
+from rouge import Rouge
+
+from kvcompress import press
+from kvcompress.models import load
+from kvcompress.session import cache_argument
+from kvcompress.timing import clock
+
+
+@dataclass
+class Summary:
+    """A summary, and what its cache took."""
+
+    text: str
+    peak_tokens: int
+    """The most rows that a layer held at a time, but for a chunk that is just read."""
+    mib: float
+    """Held at the end."""
+    seconds: float
+    rouge: dict[str, float]
+    """F1 against the plain summary: rouge-1, rouge-2, rouge-l."""
+
+
+def document_text(document: Path) -> str:
+    """A file, or all files of a folder."""
+    files = sorted(document.glob("*.txt")) if document.is_dir() else [document]
+    if not files or not all(file.is_file() for file in files):
+        raise typer.BadParameter(f"{document} is no text file and no folder with .txt files.")
+    return "\n\n".join(file.read_text(encoding="utf-8").strip() for file in files)
+
+
+def prompt_of(tokenizer: Any, text: str, tokens: int) -> Any:
+    """The document's first tokens and the task, as token ids."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
+    task = "\n\nSummarise the text above in three sentences."
+    message = [{"role": "user", "content": tokenizer.decode(ids) + task}]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(message, **options)
+
+
+def summarise(
+    model: Any, tokenizer: Any, inputs: Any, policy: str | None, chunk_size: int | None
+) -> Summary:
+    """One summary: from the full cache without a policy, from chunks if their size is given."""
+    given = {"max_new_tokens": 96, "do_sample": False, "return_dict_in_generate": True}
+    started = clock()
+    with press(model, policy) if policy else nullcontext() as session:
+        if session and chunk_size:
+            cache = session.prefill(inputs["input_ids"], chunk_size=chunk_size)
+            given[cache_argument(model)] = cache
+        output = model.generate(**inputs, **given)
+    seconds = clock() - started
+    layers = cache_of(output).layers
+    held = max(layer.keys.shape[2] for layer in layers)
+    if session and chunk_size:
+        report = cache.report()
+        held = max(rows for _, rows in report.history) // report.hosted_layers
+    elif session:
+        held = inputs["input_ids"].shape[1]  # a prefill at once holds the whole prompt first
+    new = output.sequences[0, inputs["input_ids"].shape[1] :]
+    return Summary(
+        text=tokenizer.decode(new, skip_special_tokens=True).strip(),
+        peak_tokens=held,
+        mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
+        seconds=seconds,
+        rouge={},
+    )
+
+
+def main(
+    model: str = "smollm2",
+    document: Path = Path(__file__).parent / "documents",
+    tokens: int = 3000,
+    capacity: int = 512,
+    chunk_size: int = 256,
+) -> list[Summary]:
+    """Summarise a document: plain, cut after it was read, and read in chunks."""
+    text = document_text(document)
+    loaded, tokenizer = load(model)
+    inputs = prompt_of(tokenizer, text, tokens).to(loaded.device)
+    policy = f"snapkv:capacity={capacity}"
+    caches = {
+        "plain": (None, None),
+        "cut after reading": (policy, None),
+        f"chunks of {chunk_size}": (policy, chunk_size),
+    }
+    summaries = [summarise(loaded, tokenizer, inputs, *cache) for cache in caches.values()]
+    rows = [("cache", "summary", "peak held", "MiB", "s", "ROUGE-1", "ROUGE-L")]
+    for name, one in zip(caches, summaries, strict=True):
+        if one.text and summaries[0].text:
+            scores = Rouge().get_scores(one.text, summaries[0].text)[0]
+            one.rouge = {kind: score["f"] for kind, score in scores.items()}
+        overlap = [f"{one.rouge.get(kind, 0.0):.2f}" for kind in ("rouge-1", "rouge-l")]
+        took = str(one.peak_tokens), f"{one.mib:.1f}", f"{one.seconds:.1f}"
+        rows.append((name, one.text, *took, *overlap))
+    prompt = inputs["input_ids"].shape[1]
+    title = f"A prompt of {prompt} tokens, {policy}; ROUGE against the plain summary"
+    show_table(Console(), title, rows)
+    return summaries
+
+
+if __name__ == "__main__":
+    typer.run(main)
