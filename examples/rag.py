@@ -28,9 +28,9 @@ from kvcompress.timing import TimedStreamer
 
 QUESTIONS = {
     "Who is the engineer for the electric boat?": "Nakamura",
-    "How much does a car on the Maud Ellery cost?": "38",
+    "How much does a car on the Maud Ellery cost?": "38 crowns",
 }
-"""What is asked of the folder beside this file, and a word of the right answer."""
+"""What is asked of the folder beside this file, and what the right answer says."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Answer:
     """Number of a passage."""
     cited_by: str
     right: bool
-    """The expected word is in the answer."""
+    """It says what was expected."""
     supported: bool
-    """The expected word is in the cited passage."""
+    """So does the cited passage."""
     held_tokens: int
     mib: float
     prefill_seconds: float
@@ -83,6 +83,11 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
 
 
+def says(text: str, expected: str) -> bool:
+    """Whether a text has these words, as whole words."""
+    return re.search(rf"(?<!\w){re.escape(expected)}(?!\w)", text, re.IGNORECASE) is not None
+
+
 def cite(text: str, question: str, passages: list[str]) -> tuple[int | None, str]:
     """The passage that an answer stands on, and who says so."""
     named = [int(number) for number in re.findall(r"\[(\d+)\]", text)]
@@ -113,8 +118,8 @@ def answer(
         text=text,
         cited=cited,
         cited_by=cited_by,
-        right=expect.lower() in words(text),
-        supported=cited is not None and expect.lower() in words(passages[cited - 1]),
+        right=says(text, expect),
+        supported=cited is not None and says(passages[cited - 1], expect),
         held_tokens=max(layer.keys.shape[2] for layer in layers),
         mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
         prefill_seconds=timed.prefill_seconds,
@@ -137,14 +142,14 @@ def main(
             f"{documents} has no .txt files. Give --documents a folder of them."
         )
     if (question is None) != (expect is None):
-        raise typer.BadParameter("Give --question and --expect, one word of its answer, together.")
+        raise typer.BadParameter("Give --question together with --expect, words of its answer.")
     asked = QUESTIONS if question is None or expect is None else {question: expect}
     console = Console()
     loaded, tokenizer = load(model)
     answers: dict[str, list[Answer]] = {}
-    for each, word in asked.items():
+    for each, expected in asked.items():
         found = retrieve(texts, each, passages)
-        both = [answer(loaded, tokenizer, found, each, word, cache) for cache in (None, policy)]
+        both = [answer(loaded, tokenizer, found, each, expected, cache) for cache in (None, policy)]
         answers[each] = both
         rows = [("cache", "answer", "cites", "by", "held", "MiB", "prefill s", "ms/token")]
         for name, one in zip(("full", policy), both, strict=True):

@@ -24,6 +24,9 @@ from kvcompress.models import load
 from kvcompress.session import cache_argument
 from kvcompress.timing import clock
 
+LOOKAHEAD = 32
+"""The prompt's last tokens, which ask for the summary, vote after every chunk."""
+
 
 @dataclass
 class Summary:
@@ -31,7 +34,7 @@ class Summary:
 
     text: str
     peak_tokens: int
-    """The most rows that a layer held at a time, but for a chunk that is just read."""
+    """The most rows that a layer held at a time."""
     mib: float
     """Held at the end."""
     seconds: float
@@ -64,7 +67,7 @@ def summarise(
     started = clock()
     with press(model, policy) if policy else nullcontext() as session:
         if session and chunk_size:
-            cache = session.prefill(inputs["input_ids"], chunk_size=chunk_size)
+            cache = session.prefill(inputs["input_ids"], chunk_size=chunk_size, lookahead=LOOKAHEAD)
             given[cache_argument(model)] = cache
         output = model.generate(**inputs, **given)
     seconds = clock() - started
@@ -72,7 +75,8 @@ def summarise(
     held = max(layer.keys.shape[2] for layer in layers)
     if session and chunk_size:
         report = cache.report()
-        held = max(rows for _, rows in report.history) // report.hosted_layers
+        # The history is written when a chunk has been read; then the look-ahead comes on top.
+        held = max(rows for _, rows in report.history) // report.hosted_layers + LOOKAHEAD
     elif session:
         held = inputs["input_ids"].shape[1]  # a prefill at once holds the whole prompt first
     new = output.sequences[0, inputs["input_ids"].shape[1] :]
