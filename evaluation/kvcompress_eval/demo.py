@@ -40,8 +40,12 @@ def demo(
 
     from kvcompress import policy_from
     from kvcompress.models import load
+    from kvcompress_eval.comparison import need
     from kvcompress_eval.measure import environment, timed_run
-    from kvcompress_eval.needle import make_needle
+    from kvcompress_eval.needle import essays, make_needle
+
+    need("matplotlib", "The picture", "plots")
+    essays()  # if they are missing, that is said before the model is loaded
     from kvcompress_eval.plots import plot_kept
 
     transformers.utils.logging.disable_progress_bar()

@@ -73,8 +73,11 @@ def stream(
     from kvcompress import policy_from
     from kvcompress.errors import PolicyConfigError
     from kvcompress.models import load
+    from kvcompress_eval.comparison import need
     from kvcompress_eval.measure import environment, mean_of, stream_losses, window_losses
     from kvcompress_eval.needle import essays
+
+    need("matplotlib", "The picture", "plots")
     from kvcompress_eval.plots import plot_losses
 
     if start >= tokens or context <= chunk:
@@ -83,9 +86,9 @@ def stream(
             f"context={context}."
         )
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    loaded, tokenizer = load(model, device=device)
     policies = [policy_from(each.format(context=context)) for each in policy or DEFAULT]
     content = text.read_text(encoding="utf-8") if text is not None else "\n\n".join(essays())
+    loaded, tokenizer = load(model, device=device)
     ids = tokenizer(content, add_special_tokens=False, return_tensors="pt")["input_ids"]
     if ids.shape[1] < tokens:
         raise PolicyConfigError(

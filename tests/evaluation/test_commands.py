@@ -58,6 +58,19 @@ def test_demo_writes_picture_and_numbers(saved_model, tmp_path, capsys):
     assert record["number"] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["demo", "stream"])
+def test_a_missing_package_is_named_before_the_model_is_loaded(call, monkeypatch, command):
+    import kvcompress_eval.comparison as comparison
+
+    import kvcompress.models
+
+    monkeypatch.setattr(comparison, "find_spec", lambda name: None)
+    monkeypatch.setattr(kvcompress.models, "load", lambda *_, **__: pytest.fail("loaded"))
+    code, _, err = call(command)
+    assert code == 1
+    assert "The picture needs matplotlib. Run: pip install 'kvcompress[plots]'." in err
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """Contracts take seconds, and another test sees to them."""
