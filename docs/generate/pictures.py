@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from kvcompress import CompressedCache, LayerView, SnapKVPolicy, policy_from, press
@@ -146,7 +147,7 @@ TURNS, ANSWER = (64, 24), 33
 
 def measure_course() -> dict[str, Array]:
     """Rows that a layer holds after every forward of two turns, by policy."""
-    model = tiny_model()
+    model: Any = tiny_model()
     found = {}
     for number, text in enumerate(COURSES):
         cache = CompressedCache(model, text)
@@ -167,7 +168,7 @@ FED, NEW = 40, 20
 
 def measure_attention() -> dict[str, Array]:
     """Which tokens each query attends to in one head, queries x tokens, by policy."""
-    model = tiny_model()
+    model: Any = tiny_model()
     found = {}
     for number, text in enumerate(SEEN_BY):
         with press(model, text) as session, record(session) as evictions:
@@ -189,7 +190,7 @@ def measure_positions() -> dict[str, Array]:
     A key's first and second half are the two parts of rotated pairs, so the angle between a key of
     the first layer and the same key unrotated is its position times the pair's frequency.
     """
-    model = tiny_model()
+    model: Any = tiny_model()
     inputs = _prompt(28)
     found = {}
     for form in ("original", "cache"):
@@ -228,7 +229,7 @@ def _held(model: Any, policy: str, inputs: dict[str, Any]) -> Any:
 
 def measure_padding() -> dict[str, Array]:
     """What is held of a padded batch in one head, and of each row alone: 1 held, 2 padding."""
-    model = tiny_model()
+    model: Any = tiny_model()
     policy = "snapkv:capacity=14:window_size=4"
     inputs = _prompt(*LENGTHS)
     shown = np.zeros((2, len(LENGTHS), max(LENGTHS)), dtype=np.uint8)
@@ -345,7 +346,7 @@ def draw_attention(numbers: Numbers) -> Any:
         axis.set_title(text, fontsize=9, loc="left")
         axis.set_xlabel("token (key)")
     axes[0].set_ylabel("token (query); below the line: generated")
-    marks = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (HELD, "#f2cc8f")]
+    marks = [Rectangle((0, 0), 1, 1, color=c) for c in (HELD, "#f2cc8f")]
     axes[1].legend(marks, ["attended to", "evicted before"], fontsize=8, loc="upper right")
     return figure
 
@@ -357,7 +358,7 @@ def draw_positions(numbers: Numbers) -> Any:
         places, tokens = numbers[f"positions.{form}"], numbers[f"positions.{form}.tokens"]
         for place, token in zip(places, tokens, strict=True):
             colour = PROTECTED if token < SINKS else HELD
-            axis.add_patch(plt.Rectangle((place - 0.45, 0), 0.9, 1, color=colour))
+            axis.add_patch(Rectangle((place - 0.45, 0), 0.9, 1, color=colour))
             axis.text(place, 0.5, str(token), ha="center", va="center", fontsize=8, color="white")
         axis.set_yticks([])
         axis.set_ylim(-0.1, 1.1)
