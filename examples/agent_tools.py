@@ -113,7 +113,7 @@ def converse(model: Any, tokenizer: Any, cache: Any, definitions: int) -> Run:
         mask, end = torch.ones_like(ids), ids.shape[1]
         ids = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, **given)
         answers.append(tokenizer.decode(ids[0, end:], skip_special_tokens=True).strip())
-        called = re.search("|".join(TOOLS), answers[-1])
+        called = re.search(rf"\b({'|'.join(TOOLS)})\b", answers[-1])
         right += called is not None and called[0] == wanted
         result = RESULTS[called[0]] if called else f"There is no such tool: {answers[-1]}"
         asked = {"role": "user", "content": request}
@@ -134,7 +134,8 @@ def _share(layer: Any, definitions: int) -> float:
     if not hasattr(layer, "positions"):
         return 1.0
     heads = layer.positions.shape[1]
-    return int((layer.positions < definitions).sum()) / (heads * definitions)
+    held = int((layer.positions < definitions).sum())
+    return held / float(heads * definitions)
 
 
 def main(

@@ -4,8 +4,9 @@
     python examples/chat.py --model MODEL --capacity 1024 --interactive
 
 SnapKV-Decoding cuts the cache back to its capacity at the end of every message, and again every
-`interval` tokens of an answer, so that it never holds more than capacity + interval - 1 rows
-between messages, however long the conversation gets.
+`interval` tokens of an answer: between messages it holds at most capacity + interval - 1 rows,
+however long the conversation gets. What nobody asked about for a while is forgotten, unless it is
+protected: here the first message, which says who is talking.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from kvcompress_eval.console import show_table
 from rich.console import Console
 from transformers import DynamicCache, TextStreamer
 
-from kvcompress import CompressedCache, policy_from
+from kvcompress import CompressedCache, policy_from, role_ranges
 from kvcompress.models import load
 from kvcompress.session import cache_argument
 
@@ -27,7 +28,6 @@ SCRIPT = (
     "Name three flowers that bees like.",
     "How can I keep my bees warm in winter?",
     "Write two sentences about a harbour.",
-    "What is the difference between a lake and a sea?",
     "What is my name?",
 )
 
@@ -87,8 +87,8 @@ class Chat:
             text = text.split("<answer>")[1]
             if int(self.ids[0, -1]) == self.tokenizer.eos_token_id:
                 text = text.removeprefix(self.tokenizer.eos_token)  # the model said it itself
-        encoded = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        return encoded["input_ids"].to(self.model.device)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([ids], device=self.model.device)
 
 
 def typed() -> Iterator[str]:
@@ -103,41 +103,47 @@ def main(
     interval: int = 16,
     max_new_tokens: int = 48,
     interactive: bool = False,
-) -> tuple[list[Turn], list[Turn]]:
+) -> dict[str, list[Turn]]:
     """Talk, and show after every answer what is held."""
     policy = policy_from(f"snapkv_decoding:capacity={capacity}:window_size=16:interval={interval}")
     console = Console()
     loaded, tokenizer = load(model)
-    bounded = Chat(loaded, tokenizer, CompressedCache(loaded, policy))
-    full = Chat(loaded, tokenizer, DynamicCache(config=loaded.config))
-    for message in typed() if interactive else SCRIPT:
-        if not interactive:
-            console.print(f"\n> {message}", style="bold", markup=False)
-        bounded.say(
-            message, max_new_tokens, TextStreamer(tokenizer, True, skip_special_tokens=True)
-        )
-        turn, whole = bounded.turns[-1], bounded.cache.report().dense_bytes / 2**20
-        console.print(
-            f"{turn.held_tokens} of {turn.seen_tokens} tokens, {turn.mib:.1f} of {whole:.1f} MiB",
-            style="dim",
-        )
-    if not interactive:
-        rows = [("message", "full cache", "seen", "MiB", "bounded cache", "held", "MiB")]
-        for message, small in zip(SCRIPT, bounded.turns, strict=True):
-            one = full.say(message, max_new_tokens)
-            sizes = str(one.seen_tokens), f"{one.mib:.1f}"
-            rows.append(
-                (
-                    message,
-                    one.answer,
-                    *sizes,
-                    small.answer,
-                    str(small.held_tokens),
-                    f"{small.mib:.1f}",
-                )
-            )
-        show_table(console, f"The same messages to a full cache, and to {policy}", rows)
-    return full.turns, bounded.turns
+    if interactive:
+        chat = Chat(loaded, tokenizer, CompressedCache(loaded, policy))
+        for message in typed():
+            answer_aloud(chat, message, max_new_tokens, console)
+        return {"bounded": chat.turns}
+    first = role_ranges(tokenizer, [{"role": "user", "content": SCRIPT[0]}], "user")
+    caches = {
+        "full": DynamicCache(config=loaded.config),
+        "bounded": CompressedCache(loaded, policy),
+        "first message protected": CompressedCache(
+            loaded, policy.model_copy(update={"protect": first})
+        ),
+    }
+    chats = {name: Chat(loaded, tokenizer, cache) for name, cache in caches.items()}
+    for message in SCRIPT:
+        console.print(f"\n> {message}", style="bold", markup=False)
+        answer_aloud(chats["bounded"], message, max_new_tokens, console)
+        for name in ("full", "first message protected"):
+            chats[name].say(message, max_new_tokens)
+    rows = [("after the message", *(f"{name}: held, MiB" for name in chats))]
+    for number, message in enumerate(SCRIPT):
+        turns = [chat.turns[number] for chat in chats.values()]
+        rows.append((message, *(f"{turn.held_tokens}, {turn.mib:.1f}" for turn in turns)))
+    show_table(console, f"The full cache, and {policy}", rows)
+    last = [(name, chat.turns[-1].answer) for name, chat in chats.items()]
+    show_table(console, SCRIPT[-1], [("cache", "answer"), *last])
+    return {name: chat.turns for name, chat in chats.items()}
+
+
+def answer_aloud(chat: Chat, message: str, max_new_tokens: int, console: Console) -> None:
+    """Answer token by token, then say what is held, and what a full cache would take."""
+    streamer = TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    turn = chat.say(message, max_new_tokens, streamer)
+    full = chat.cache.report().dense_bytes / 2**20
+    tokens = f"{turn.held_tokens} of {turn.seen_tokens} tokens"
+    console.print(f"{tokens}, {turn.mib:.1f} of {full:.1f} MiB", style="dim")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from kvcompress_eval.console import show_table
 from kvcompress_eval.measure import cache_of
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from kvcompress import press
 from kvcompress.models import load, source_of
@@ -40,6 +40,7 @@ class Mode(StrEnum):
 def load_spread(name: str) -> tuple[Any, Any]:
     """A model of which this process holds its share."""
     source = source_of(name)
+    plan: dict[str, Any]
     if "tp_plan" in inspect.signature(DistributedConfig).parameters:
         plan = {"distributed_config": DistributedConfig(tp_plan="auto")}
     else:  # before transformers 5.24
@@ -92,7 +93,9 @@ def main(
             raise typer.BadParameter("One process has all heads. Launch several with torchrun.")
         loaded, tokenizer = load_spread(model)
         own = [answer(loaded, tokenizer, policy, each, max_new_tokens) for each in prompts]
-    results = gather_object(own)  # in order of the processes, and so of the prompts
+    results: list[dict[str, Any]] = gather_object(
+        own
+    )  # in order of the processes, and so of the prompts
     if state.is_main_process:
         rows = [("process", "heads", "held", "seen", "MiB", "answer")]
         for one in results:

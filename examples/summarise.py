@@ -63,7 +63,11 @@ def summarise(
     model: Any, tokenizer: Any, inputs: Any, policy: str | None, chunk_size: int | None
 ) -> Summary:
     """One summary: from the full cache without a policy, from chunks if their size is given."""
-    given = {"max_new_tokens": 96, "do_sample": False, "return_dict_in_generate": True}
+    given: dict[str, Any] = {
+        "max_new_tokens": 96,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     started = clock()
     with press(model, policy) if policy else nullcontext() as session:
         if session and chunk_size:
@@ -107,7 +111,9 @@ def main(
         f"chunks of {chunk_size}": (policy, chunk_size),
     }
     summaries = [summarise(loaded, tokenizer, inputs, *cache) for cache in caches.values()]
-    rows = [("cache", "summary", "peak held", "MiB", "s", "ROUGE-1", "ROUGE-L")]
+    rows: list[tuple[str, ...]] = [
+        ("cache", "summary", "peak held", "MiB", "s", "ROUGE-1", "ROUGE-L")
+    ]
     for name, one in zip(caches, summaries, strict=True):
         if one.text and summaries[0].text:
             scores = Rouge().get_scores(one.text, summaries[0].text)[0]

@@ -119,11 +119,12 @@ def test_a_question_needs_words_of_its_answer(example):
 
 def test_a_chat_is_bounded_after_every_message(example, saved_model, capsys):
     options = {"model": str(saved_model), "max_new_tokens": 24}
-    full, bounded = example("chat").main(**options, capacity=48, interval=8)
-    assert len(full) == len(bounded) == 6
+    turns = example("chat").main(**options, capacity=80, interval=8)
+    full, bounded, protected = turns.values()
+    assert len(full) == len(bounded) == len(protected) == 5
     assert all(turn.held_tokens == turn.seen_tokens for turn in full)
-    assert all(48 <= turn.held_tokens <= 48 + 7 for turn in bounded)
-    assert full[-1].mib > 6 * bounded[-1].mib
+    assert all(80 <= turn.held_tokens <= 80 + 7 for turn in [*bounded, *protected][1:])
+    assert full[-1].mib > 2 * bounded[-1].mib
     assert (
         f"{bounded[-1].held_tokens} of {bounded[-1].seen_tokens} tokens" in capsys.readouterr().out
     )
@@ -131,8 +132,10 @@ def test_a_chat_is_bounded_after_every_message(example, saved_model, capsys):
 
 def test_a_chat_that_fits_gets_the_full_caches_answers(example, saved_model):
     chat = example("chat")
-    full, bounded = chat.main(model=str(saved_model), max_new_tokens=24, capacity=4000)
-    assert [turn.answer for turn in full] == [turn.answer for turn in bounded]
+    turns = chat.main(model=str(saved_model), max_new_tokens=24, capacity=4000)
+    full, bounded, protected = turns.values()
+    for other in (bounded, protected):
+        assert [turn.answer for turn in full] == [turn.answer for turn in other]
     assert full[-1].seen_tokens == bounded[-1].seen_tokens == bounded[-1].held_tokens
 
 
@@ -143,21 +146,19 @@ def test_a_chat_feeds_what_the_template_writes(example, saved_model):
 
     model, tokenizer = load(str(saved_model))
     talk = example("chat").Chat(model, tokenizer, DynamicCache(config=model.config))
-    messages = []
     for text in ("One?", "Two?", "Three?"):
         before = talk.ids.shape[1]
         talk.say(text, max_new_tokens=8)
         fed = tokenizer.decode(talk.ids[0, before:], skip_special_tokens=True)
         assert fed.startswith(f"[user]{text}[assistant]")
-        messages += [{"role": "user"}, {"role": "assistant"}]
 
 
 def test_a_chat_from_the_terminal(example, saved_model, monkeypatch, capsys):
     lines = iter(["Hello", "And?", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     options = {"model": str(saved_model), "capacity": 40, "max_new_tokens": 8}
-    full, bounded = example("chat").main(**options, interactive=True)
-    assert [turn.question for turn in bounded] == ["Hello", "And?"] and not full
+    turns = example("chat").main(**options, interactive=True)
+    assert [turn.question for turn in turns["bounded"]] == ["Hello", "And?"] and len(turns) == 1
     assert capsys.readouterr().out.count(" MiB") == 2
 
 
