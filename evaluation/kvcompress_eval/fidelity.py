@@ -66,14 +66,14 @@ def fidelity(
     """
     shared = [policy for policy in policies if OnePrefill.serves(policy)]
     prefill = OnePrefill(model, input_ids, [None, *shared])
-    said, full = _continue(model, prefill, new_tokens)
+    said, full = continued(model, prefill, new_tokens)
     for policy in policies:
         if policy in shared:
             cache = prefill.cache(policy)
         else:
             cache = CompressedCache(model, policy, prompt_length=input_ids.shape[1])
             feed(model, input_ids, cache)
-        yield policy, _compare(said, full, read_on(model, cache, said[:-1]), cache)
+        yield policy, compare(said, full, read_on(model, cache, said[:-1]), cache)
 
 
 def read_on(
@@ -106,7 +106,7 @@ def bootstrap(values: Sequence[float]) -> Estimate:
     return Estimate(mean, float(found.standard_error))
 
 
-def _continue(
+def continued(
     model: PreTrainedModel, prefill: OnePrefill, new_tokens: int
 ) -> tuple[list[int], Tensor]:
     """Greedy tokens up to an end token, and the logits that chose all but the first."""
@@ -119,12 +119,20 @@ def _continue(
     return said, torch.cat([*logits, prefill.logits[:0]])
 
 
-def _compare(
+def compare(
     said: list[int],
     full: Float[Tensor, "tokens vocabulary"],
     ours: Float[Tensor, "tokens vocabulary"],
     cache: CompressedCache,
 ) -> Fidelity:
+    """What a cache makes of a continuation.
+
+    Args:
+        said: The continuation, from its first token on.
+        full: The uncompressed model's logits of all its tokens but the first.
+        ours: Those of the compressed cache.
+        cache: After it has read all but the last token.
+    """
     report = cache.report()
     # In double precision, so that equal caches differ by nothing that could be seen.
     first: Float64[Tensor, "tokens vocabulary"] = full.double().log_softmax(dim=-1)

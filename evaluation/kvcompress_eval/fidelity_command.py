@@ -98,7 +98,7 @@ def fidelity(
     """Feed policies the uncompressed model's own answers and see how they would have gone on."""
     amounts = capacity or ([] if policy else CAPACITIES)
     policies = at_capacities(policy or DEFAULT, amounts)
-    texts = {path: _read(path) for path in prompts or ()}
+    texts = {path: read_prompt(path) for path in prompts or ()}
     need("matplotlib", "The picture", "plots")
     need("scipy", "The standard error", "eval")
     import torch
@@ -111,7 +111,7 @@ def fidelity(
     transformers.utils.logging.disable_progress_bar()
     loaded, tokenizer = load(model, dtype=dtype, device=device)
     enter_folder(out, "fidelity", of_model(model, loaded) | {"new_tokens": new_tokens})
-    given = [Prompt(path.name, _tokenize(tokenizer, text, chat)) for path, text in texts.items()]
+    given = [Prompt(path.name, tokenize(tokenizer, text, chat)) for path, text in texts.items()]
     given = given or _needles(tokenizer)
     records, console = RecordFile(out / "records.jsonl", Compared), Console()
     with counted(console) as progress:
@@ -139,7 +139,12 @@ def fidelity(
     report(model, summaries(shown, [str(each) for each in policies]), shown, out, console)
 
 
-def _read(path: Path) -> str:
+def read_prompt(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        EvaluationError: There is none, or it cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -149,7 +154,8 @@ def _read(path: Path) -> str:
     return text
 
 
-def _tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
+def tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Tokens of a text, as one message of a user if asked for and there is a chat template."""
     if chat and tokenizer.chat_template:
         text = chat_text(tokenizer, text)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

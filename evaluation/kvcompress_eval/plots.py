@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -16,6 +17,8 @@ from kvcompress_eval.needle_grid import Found
 from kvcompress_eval.plan import GIB, Plan
 from kvcompress_eval.ratios import Ratio
 from kvcompress_eval.scores import Panel
+from kvcompress_eval.tune import Outcome, front
+from kvcompress_eval.tune_command import Tuned
 
 matplotlib.use("Agg")
 
@@ -298,3 +301,72 @@ def _over_lengths(axis: Axes, ratios: Sequence[Ratio]) -> None:
         axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7)
+
+
+def plot_tuning(tuned: Tuned, path: Path, title: str) -> None:
+    """Quality against tokens held: what was tried, the front of it, and what was held back.
+
+    Bars go from the mean down to the lower bound that decides.
+    """
+    figure, axis = plt.subplots(figsize=(10, 5.4), layout="constrained")
+    x, y = _held(tuned.searched), [each.quality.value for each in tuned.searched]
+    axis.scatter(x, y, s=16, color="0.72", label="tried, searching prompts")
+    ahead = front(tuned.searched)
+    # Up to the whole cache: whatever holds more could be replaced by what the line says.
+    x, y = [*_held(ahead), tuned.whole], [each.quality.value for each in ahead]
+    axis.step(x, [*y, y[-1]], where="post", color="0.45", lw=1.2, label="their Pareto front")
+    bound = f"down to the {tuned.confidence:.0%} lower bound"
+    _bars(axis, tuned.judged, "o", "tab:blue", f"candidates, held-back prompts, {bound}")
+    looks = zip("sD^v", ("tab:red", "tab:orange", "tab:purple", "tab:brown"), strict=True)
+    for (name, each), (marker, colour) in zip(tuned.references.items(), looks, strict=False):
+        _bars(axis, [each], marker, colour, f"{name}: {each.policy}")
+    axis.axhline(tuned.level, color="black", ls="--", lw=1, label=f"asked for: {tuned.level:g}")
+    axis.axvline(tuned.whole, color="gray", ls=":", lw=1, label=f"whole cache, {tuned.whole:.0f}")
+    best = tuned.recommended
+    if best is not None:
+        axis.scatter(
+            [best.held_tokens],
+            [best.quality.value],
+            label=f"recommended: {best.policy}",
+            marker="*",
+            s=260,
+            color="tab:green",
+            edgecolor="black",
+            zorder=4,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(0.9 * min(_held(tuned.searched)), 1.08 * tuned.whole)
+    ticks = [2.0**power * part for power in range(2, 24) for part in (1, 1.5)]
+    left, right = axis.get_xlim()
+    axis.set_xticks([tick for tick in ticks if left <= tick <= right])
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.minorticks_off()
+    axis.set_ylim(-0.05, 1.08)
+    axis.set_xlabel("tokens held in the end (mean over layers, per KV head)")
+    axis.set_ylabel(f"{tuned.quality} (share of 1)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _held(outcomes: Sequence[Outcome]) -> list[float]:
+    return [each.held_tokens for each in outcomes]
+
+
+def _bars(axis: Any, outcomes: Sequence[Outcome], marker: str, colour: str, label: str) -> None:
+    means = [each.quality.value for each in outcomes]
+    down = [max(0.0, each.quality.value - each.bound) for each in outcomes]
+    axis.errorbar(
+        _held(outcomes),
+        means,
+        yerr=[down, [0.0] * len(down)],
+        fmt=marker,
+        ms=6,
+        lw=1.4,
+        capsize=3,
+        color=colour,
+        label=label,
+        zorder=3,
+    )

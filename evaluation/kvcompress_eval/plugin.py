@@ -19,6 +19,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.plan_command import plan
     from kvcompress_eval.show import show
     from kvcompress_eval.stream import stream
+    from kvcompress_eval.tune_command import tune
 
     theirs = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command("lm-eval", context_settings=theirs, add_help_option=False)(lm_eval)
@@ -33,3 +34,4 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command()(compare)
     app.command()(plan)
     app.command()(fidelity)
+    app.command()(tune)
