@@ -17,7 +17,7 @@ from kvcompress_eval.needle_grid import Found
 from kvcompress_eval.plan import GIB, Plan
 from kvcompress_eval.ratios import Ratio
 from kvcompress_eval.scores import Panel
-from kvcompress_eval.tune import Outcome, front
+from kvcompress_eval.tune import Outcome, Quality, front
 from kvcompress_eval.tune_command import Tuned
 
 matplotlib.use("Agg")
@@ -303,12 +303,19 @@ def _over_lengths(axis: Axes, ratios: Sequence[Ratio]) -> None:
     axis.legend(fontsize=7)
 
 
+QUALITIES = {
+    Quality.found: "share of needles that are found",
+    Quality.agreement: "share of tokens that stay the likeliest",
+    Quality.likeness: "exp(-KL), mean over prompts",
+}
+
+
 def plot_tuning(tuned: Tuned, path: Path, title: str) -> None:
     """Quality against tokens held: what was tried, the front of it, and what was held back.
 
     Bars go from the mean down to the lower bound that decides.
     """
-    figure, axis = plt.subplots(figsize=(10, 5.4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
     x, y = _held(tuned.searched), [each.quality.value for each in tuned.searched]
     axis.scatter(x, y, s=16, color="0.72", label="tried, searching prompts")
     ahead = front(tuned.searched)
@@ -343,9 +350,9 @@ def plot_tuning(tuned: Tuned, path: Path, title: str) -> None:
     axis.minorticks_off()
     axis.set_ylim(-0.05, 1.08)
     axis.set_xlabel("tokens held in the end (mean over layers, per KV head)")
-    axis.set_ylabel(f"{tuned.quality} (share of 1)")
+    axis.set_ylabel(QUALITIES[tuned.quality])
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -240,11 +240,11 @@ def families(
     found, free = [], set[str]()
     for spec in dict.fromkeys(specs):
         fields, fixed = _fields(spec)
-        free |= fields - fixed
-        mine = {name: values for name, values in asked.items() if name in fields - fixed}
-        rest = fields - fixed - set(mine)
-        # A ratio that is fixed or searched is the budget.
-        if "keep_ratio" in fixed | set(mine):
+        open_fields = fields - fixed - (set(_BUDGETS) if fixed & set(_BUDGETS) else set())
+        free |= open_fields
+        mine = {name: values for name, values in asked.items() if name in open_fields}
+        rest = open_fields - set(mine)
+        if "keep_ratio" in mine:
             rest.discard("capacity")
         names = [name for name in usual if name in rest]
         dimensions = [Dimension(name, usual[name], asked=False) for name in names]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 DEFAULTS = "authors' defaults"
 AUTHORS = {DEFAULTS: "snapkv", "authors' for LongBench": "snapkv:kernel_size=7:pooling=max"}
 """SnapKV's, with a window of 32."""
+ROWS = {1: "as many rows", 2: "twice the rows"}
 GOLDEN = 0.618
 
 
@@ -62,6 +63,9 @@ class Tuned:
     gains: dict[str, "Estimate"]
     """What the recommended policy keeps more than each of these, on the same prompts."""
     recommended: Outcome | None
+    smaller: tuple[Outcome, "Estimate"] | None
+    """The smallest candidate that keeps no less than the authors' defaults with as many rows as the
+    recommended policy, and what it keeps more."""
     whole: float
     """Tokens that the uncompressed cache holds, mean over the prompts that were held back."""
 
@@ -338,7 +342,7 @@ class _Run:
         rows = round(sum(each.held_tokens - each.tokens for each in scores) / len(scores))
         others = dict[str, "Policy"]()
         for author, spec in AUTHORS.items():
-            for times, words in ((1, "as many rows"), (2, "twice the rows")):
+            for times, words in ROWS.items():
                 try:
                     others[f"{author}, {words}"] = _reference(spec, times * rows)
                 except PolicyConfigError:
@@ -349,6 +353,12 @@ class _Run:
             name: self._outcome(each.to_string(), usable) for name, each in others.items()
         }
         gains = {name: self._gain(best, each, usable) for name, each in references.items() if best}
+        smaller = None
+        same = references.get(f"{DEFAULTS}, {ROWS[1]}")
+        if same is not None:
+            able = [each for each in judged if each.quality.value >= same.quality.value]
+            if able:
+                smaller = able[0], self._gain(able[0], same, usable)
         whole = self._outcome(UNCOMPRESSED, usable).held_tokens
         return Tuned(
             model,
@@ -360,6 +370,7 @@ class _Run:
             references,
             gains,
             best,
+            smaller,
             whole,
         )
 
@@ -400,12 +411,13 @@ def report(tuned: Tuned, left_out: Sequence[Prompt], out: Path, console: "Consol
         for each in front(tuned.searched)
     ]
     bound = f"{tuned.confidence:.0%} bound"
-    second = [["held-back prompts", "held", str(tuned.quality), bound, "KL, nats", "gain on it"]]
+    second = [["held-back prompts", "", "held", str(tuned.quality), bound, "KL, nats", "gain"]]
     for name, each in _judged(tuned):
         gain = tuned.gains.get(name)
         second.append(
             [
-                f"{each.policy}{f' ({name})' if name else ''}",
+                each.policy,
+                name,
                 f"{each.held_tokens:.1f}",
                 _estimate(each.quality),
                 f"{each.bound:.3f}",
@@ -432,7 +444,9 @@ def report(tuned: Tuned, left_out: Sequence[Prompt], out: Path, console: "Consol
 
 
 def _judged(tuned: Tuned) -> list[tuple[str, Outcome]]:
-    found = [("recommended" if each is tuned.recommended else "", each) for each in tuned.judged]
+    found = [
+        ("recommended" if each is tuned.recommended else "candidate", each) for each in tuned.judged
+    ]
     return found + list(tuned.references.items())
 
 
@@ -458,6 +472,14 @@ def sentences(tuned: Tuned) -> list[str]:
         f"prompts with {best.held_tokens:.1f} of {tuned.whole:.1f} tokens held; {bound} "
         f"{best.bound:.3f}, asked for {tuned.level:g}.",
     ]
+    same = tuned.references.get(f"{DEFAULTS}, {ROWS[1]}")
+    if tuned.smaller is not None and same is not None:
+        less, gain = tuned.smaller
+        said.append(
+            f"The smallest candidate that keeps no less than the authors' defaults "
+            f"({same.policy}, {same.held_tokens:.1f} held) is {less.policy}, with "
+            f"{less.held_tokens:.1f} held: {_estimate(gain, '+')}."
+        )
     return said
 
 

@@ -22,7 +22,7 @@ def test_a_space_has_what_is_free():
     usual = space_of(["snapkv"])
     assert usual.describe() == {
         "snapkv": {
-            "capacity": ["24", "32", "48", "64", "104", "136"],
+            "capacity": ["24", "32", "48", "64", "96", "136"],
             "kernel_size": ["5", "7", "13", "21"],
             "pooling": ["avg", "max"],
             "window_size": ["8", "16", "32"],
@@ -30,7 +30,7 @@ def test_a_space_has_what_is_free():
     }
     # A window of 32 fits neither of the two smallest capacities.
     assert len(usual.settings) == (6 * 3 - 2) * 4 * 2
-    assert "snapkv:capacity=104" in usual.settings
+    assert "snapkv:capacity=96" in usual.settings
     fixed = space_of(
         ["snapkv:window_size=8:pooling=max"],
         [64, 40],
@@ -231,7 +231,7 @@ def test_bounds_are_the_exact_ones():
     spread = [score(agreeing=each) for each in (6, 8, 10)]
     # Mean 0.8, deviation 0.2, Student's t of two degrees of freedom.
     assert lower_bound(spread, Quality.agreement, 0.95) == pytest.approx(
-        0.8 - 2.91999 * 0.2 / 3**0.5
+        0.8 - 2.919986 * 0.2 / 3**0.5
     )
     same = [score(), score(), score()]
     assert lower_bound(same, Quality.agreement, 0.95) == clopper_pearson(30, 30, 0.95) < 1
@@ -314,7 +314,6 @@ def test_candidates():
         "snapkv:capacity=120:pooling=max",
         f"snapkv:capacity=100{wide}",
         f"snapkv:capacity=120{wide}",
-        f"snapkv:capacity=140{wide}",
     ]
     # Nothing reached the level: what came nearest, and more of it.
     assert [str(each.policy) for each in candidates(space, tried[:3], 0.9)] == [
@@ -323,7 +322,6 @@ def test_candidates():
         f"snapkv:capacity=80{wide}",
         f"snapkv:capacity=100{wide}",
         f"snapkv:capacity=120{wide}",
-        f"snapkv:capacity=140{wide}",
     ]
 
 
@@ -354,10 +352,9 @@ def test_the_search_finds_more_than_chance_and_goes_on_as_if_it_had_not_been_sto
     space = space_of(["snapkv"], [40, 56, 72, 88, 100, 112, 128, 144])
     whole = searched(space, 24, tmp_path / "journal")
     assert len(whole) == len(set(whole)) and 24 <= len(whole) < 28
-    assert whole == searched(space, 24, tmp_path / "journal")
     assert whole != searched(space, 24, tmp_path / "journal", seed=1)
     known = {}
-    for stop in (3, 11, 12):
+    for stop in (3, 15):
         with pytest.raises(KeyboardInterrupt):
             searched(space, 24, tmp_path / "journal", stop_after=stop, known=known)
     assert searched(space, 24, tmp_path / "journal", known=known) == whole
@@ -412,18 +409,16 @@ def test_the_command(call, saved_model, tmp_path, texts):
     # Those that were searched on are not those that were held back.
     judged = {each["policy"] for each in result["judged"]}
     assert sum(judged <= set(each) for each in by_prompt.values()) >= 4
-    values = [r["agreeing"] / 8 for r in records if r["policy"] == best["policy"]]
-    assert any(
-        best["quality"]["value"] == pytest.approx(sum(each) / 4)
-        for each in ([*values[:0], *values[-4:]], values[:4])
-    )
+    # It was judged after it was searched on.
+    values = [each["agreeing"] / 8 for each in records if each["policy"] == best["policy"]]
+    assert best["quality"]["value"] == pytest.approx(sum(values[-4:]) / 4)
     smaller = [each for each in result["judged"] if each["held_tokens"] < best["held_tokens"]]
     assert not smaller or smaller[-1]["bound"] < 0.05
     assert set(result["references"]) >= {"authors' defaults, twice the rows"}
     assert set(result["gains"]) == set(result["references"])
     assert (out / "plot.png").read_bytes()[:4] == b"\x89PNG"
     table = (out / "table.md").read_text()
-    assert f"{best['policy']} (recommended)" in table and "95% bound" in table
+    assert f"{best['policy']} | recommended" in table and "95% bound" in table
     # Stopped in the middle of a line, it goes on to the same end.
     lines = (out / "records.jsonl").read_text().splitlines()
     (out / "records.jsonl").write_text("\n".join(lines[:9]) + "\n" + lines[9][:20])
@@ -453,13 +448,13 @@ def test_compositions_and_likeness(call, saved_model, tmp_path, texts):
     out = tmp_path / "tune"
     code, _, err = call(
         "tune", *texts, "--model", saved_model, "--device", "cpu", "--policy", pair, "--capacity",
-        40, "--capacity", 80, "--search", "decode.capacity=4,6", "--quality", "likeness",
+        40, "--capacity", 80, "--search", "decode.capacity=5,6", "--quality", "likeness",
         "--at-least", 0.01, "--new-tokens", 12, "--out", out,
     )  # fmt: skip
     assert code == 0, err
     result = json.loads((out / "result.json").read_text())
     held = {each["policy"]: each["held_tokens"] for each in result["searched"]}
-    assert sorted(held.values()) == [44, 46, 84, 86]
+    assert sorted(held.values()) == [45, 46, 85, 86]
     for each in result["searched"]:
         assert 0 < each["quality"]["value"] <= 1
 
