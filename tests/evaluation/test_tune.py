@@ -486,3 +486,38 @@ def test_a_model_that_finds_no_needle_is_told(call, saved_model, tmp_path):
     arguments = command(saved_model, tmp_path / "tune", "--needles", 16, "--searching", 2)
     code, _, err = call(*arguments, "--tokens", 60)
     assert code == 1 and "the uncompressed model finds no needle" in " ".join(err.split())
+
+
+@pytest.mark.model
+def test_wide_pooling_is_recommended_for_real_needles(call, tmp_path):
+    """And what counts as found is what the free answer of `kvcompress needle` has."""
+    from kvcompress_eval.needle import make_needle
+    from kvcompress_eval.needle_grid import Setting, answer_all
+    from kvcompress_eval.tune import Prompt, Scorer
+
+    from kvcompress import policy_from
+    from kvcompress.models import load
+
+    out = tmp_path / "tune"
+    code, _, err = call(
+        "tune", "--needles", 5, "--searching", 2, "--tokens", 150, "--at-least", 0.3, "--capacity",
+        120, "--policy", "snapkv:window_size=8", "--search", "kernel_size=5,21", "--settings", 4,
+        "--device", "cpu", "--out", out,
+    )  # fmt: skip
+    assert code == 0, err
+    result = json.loads((out / "result.json").read_text())
+    assert result["recommended"]["policy"].startswith("snapkv:capacity=120:window_size=8:kernel")
+    assert result["recommended"]["quality"]["value"] == 1
+    assert result["gains"]["authors' defaults, as many rows"]["value"] > 0
+    model, tokenizer = load(device="cpu")
+    needle = make_needle(tokenizer, 150, 0.4, 7)
+    policies = [
+        policy_from(f"snapkv:capacity=72:window_size=8{rest}")
+        for rest in ("", ":kernel_size=21:pooling=max")
+    ]
+    scorer = Scorer(model, tokenizer, policies, 24, 0)
+    prompt = Prompt("", needle.input_ids, needle)
+    found = [score.found for score in scorer.scores(prompt, policies)]
+    settings = [Setting(policy) for policy in policies]
+    texts = [text for _, text, _ in answer_all(model, tokenizer, needle, settings)]
+    assert found == [needle.is_answered_by(text) for text in texts]
