@@ -4,9 +4,10 @@ No paper of the policies chooses their settings by itself; this search is ours. 
 on some prompts and judged on others that were held back. Candidates are judged from the largest
 cache down, until the first whose lower confidence bound is below the quality asked for (a fixed
 sequence of tests). So the chance that the one which is recommended keeps less than that is at most
-1 - confidence, however many were tried, as far as the prompts stand for those to come.
+1 - confidence, however many were judged, as far as the bound holds (exactly for needles, about for
+means over prompts) and the prompts stand for those to come.
 
-Source: for tests in a fixed sequence, Angelopoulos et al. 2021, arXiv:2110.01052, section 3.
+Source: for tests in a fixed sequence, Angelopoulos et al. 2021, arXiv:2110.01052.
 """
 
 import hashlib

@@ -16,6 +16,7 @@ from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.fidelity_command import read_prompt, tokenize
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model, versions
 from kvcompress_eval.needle import Kind, make_needle
+from kvcompress_eval.provenance import commit, machine
 from kvcompress_eval.search_space import Setting, Space, families
 from kvcompress_eval.tune import (
     BOUNDS,
@@ -434,7 +435,8 @@ def report(tuned: Tuned, left_out: Sequence[Prompt], out: Path, console: "Consol
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     parts = [title, markdown(first), markdown(second), *said, LEGEND]
     (out / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    numbers = {"bound": BOUNDS[tuned.quality]} | asdict(tuned)
+    numbers = {"commit": commit(), "machine": machine(), "bound": BOUNDS[tuned.quality]}
+    numbers |= asdict(tuned)
     (out / "result.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     plot_tuning(tuned, out / "plot.png", title)
     names = ("table.md", "plot.png", "result.json", "records.jsonl", "optuna.journal")
