@@ -17,6 +17,7 @@ from kvcompress.attention import (
     current_generation,
 )
 from kvcompress.errors import PolicyConfigError, UnsupportedModeError
+from kvcompress.fair import judge_spans
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
 from kvcompress.rows import Ledger, Rows, Spare, with_slack
@@ -70,6 +71,8 @@ class KVLayer(DynamicLayer, HostedLayer):
             phase: part.query_tokens(index, state.num_layers) if part else 0
             for phase, part in parts.items()
         }
+        if state.prefill is not None:
+            self._reads["prefill"] = state.prefill.prompt_query_tokens(index, state.num_layers)
         self.index = index
         self.counts = state.counts[index]
         self.rows = Rows(self.counts, shared.spare) if rows is None else rows
@@ -342,6 +345,10 @@ class KVLayer(DynamicLayer, HostedLayer):
         if self.state.decode is not self.state.prefill:
             # The rows of its queries may be gone.
             self._recent = []
+        else:
+            # Those that were read for the prompt need not stay alive.
+            last = self._last_queries(self._reads["decode"])
+            self._recent = [] if last is None else [last.clone()]
         left = key.shape[2] if index is None else index.shape[2]
         self._set_decode_quota(left, trailing)
         return index
@@ -469,9 +476,24 @@ class KVLayer(DynamicLayer, HostedLayer):
             if self.state.passing:
                 passing = newest(held, self.state.passing, key.device)
                 always = passing if always is None else always | passing
-            judgement = judge(policy, view, always)
+            if policy.fair and phase == "prefill" and not self._in_later_turn(policy):
+                pads = self.state.pads_by_row()
+                judgement = judge_spans(policy, view, pads, self.state.passing)
+            else:
+                judgement = judge(policy, view, always)
         self.counts.policy_seconds += time.perf_counter() - started
         return judgement
+
+    def _in_later_turn(self, policy: Policy) -> bool:
+        """Whether the first prompt, of which the spans are, is over; only new rows may go then."""
+        later = self.state.turn.start > 0
+        if later and policy.later_turns == "revote":
+            raise UnsupportedModeError(
+                f"{policy}: fair= divides the first prompt, and this later turn would cut all that "
+                "is held, whatever span it is of. Use later_turns='keep' or 'append' with a policy "
+                "that acts at prefill only, or a new cache."
+            )
+        return later
 
     def _check_unpadded(self, setting: str, held: int) -> None:
         """Refuse if padding is left among the `held` rows that will all stay."""

@@ -39,7 +39,8 @@ class ComposedPolicy(Policy):
     @classmethod
     def _one_budget(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
-            unset = {"capacity": None, "keep_ratio": None, "later_turns": "revote", "protect": ()}
+            unset: dict[str, Any] = {"capacity": None, "keep_ratio": None, "later_turns": "revote"}
+            unset |= {"protect": (), "fair": ()}
             own = [name for name, value in unset.items() if data.get(name, value) != value]
             if own:
                 raise ValueError(
@@ -67,6 +68,11 @@ class ComposedPolicy(Policy):
             raise ValueError(
                 f"{pair}: {self.decode.name} has a field named scope, which in the string form "
                 "belongs to the composition."
+            )
+        if self.decode.fair:
+            raise ValueError(
+                f"{pair}: fair={'/'.join(self.decode.fair)} divides the budget of a prompt, which "
+                f"{self.decode.name} does not cut here. Give it to {self.prefill.name}."
             )
         self._check_unmoved(1)
         if self.scope == "all":

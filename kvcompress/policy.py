@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import itertools
 import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -28,18 +29,34 @@ PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_flag)]
 NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_no_flag)]
 
 
-def _ranges(value: Any) -> tuple[str, ...]:
-    """Ranges of tokens in their text form, in order and merged; read from text or pairs."""
+def _pairs(value: Any) -> list[tuple[int, int]]:
+    """Ranges of tokens in order, read from text or pairs."""
     single = isinstance(value, str) or (
         len(value) == 2 and all(isinstance(bound, int) for bound in value)
     )
-    pairs = sorted(_bounds(each) for each in ([value] if single else value))
+    return sorted(_bounds(each) for each in ([value] if single else value))
+
+
+def _ranges(value: Any) -> tuple[str, ...]:
+    """Ranges of tokens in their text form, in order and merged."""
     merged: list[tuple[int, int]] = []
-    for start, end in pairs:
+    for start, end in _pairs(value):
         if merged and start <= merged[-1][1]:
             start, end = merged[-1][0], max(end, merged.pop()[1])
         merged.append((start, end))
     return tuple(f"{start}-{end}" for start, end in merged)
+
+
+def _spans(value: Any) -> tuple[str, ...]:
+    """Ranges of tokens in their text form, in order; side by side or apart."""
+    pairs = _pairs(value)
+    for (first, end), (start, last) in itertools.pairwise(pairs):
+        if start < end:
+            raise ValueError(
+                f"the spans {first}-{end} and {start}-{last} have tokens in common, and a token "
+                "belongs to one span. The end is not included: 0-40/40-120 lie side by side."
+            )
+    return tuple(f"{start}-{end}" for start, end in pairs)
 
 
 def _bounds(value: Any) -> tuple[int, int]:
@@ -54,10 +71,13 @@ def _bounds(value: Any) -> tuple[int, int]:
 
 
 Ranges = Annotated[tuple[str, ...], BeforeValidator(_ranges)]
+Spans = Annotated[tuple[str, ...], BeforeValidator(_spans)]
 PerLayer = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 """One value for all layers, or one value for each hosted layer."""
 
 _RESERVED = set(":=+/, ")
+_ALL = 2**40
+"""More queries than any prompt has."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +204,8 @@ class Policy(BaseModel):
     tensor-parallel models, of which every process has some of the heads, are refused."""
     per_layer: ClassVar[frozenset[str]] = frozenset({"capacity"})
     """Fields that accept one value for each hosted layer."""
+    shared_by_spans: ClassVar[frozenset[str]] = frozenset()
+    """Fields that count rows at a prompt's end, of which every span has its share under `fair`."""
     default_capacity: ClassVar[int] = 2048
 
     capacity: PerLayer | None = Field(
@@ -208,6 +230,11 @@ class Policy(BaseModel):
         default=(),
         description="Tokens that are always kept, by their numbers in the conversation: 0-40 are "
         "the first forty; several ranges as 0-40/812-830. Part of the budget.",
+    )
+    fair: Spans = Field(
+        default=(),
+        description="Spans of the first prompt that share its budget by their lengths, each judged "
+        "as if it were a prompt of its own: 0-40/40-120. What they leave out are spans too.",
     )
 
     @classmethod
@@ -288,6 +315,11 @@ class Policy(BaseModel):
         """`protect` as numbers, the ends not included."""
         return tuple(map(_bounds, self.protect))
 
+    @functools.cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """`fair` as numbers, the ends not included."""
+        return tuple(map(_bounds, self.fair))
+
     @property
     def named_tokens(self) -> int:
         """How many tokens `protect` names."""
@@ -304,6 +336,14 @@ class Policy(BaseModel):
         read no more than `interval`: else rows of its own queries may be gone.
         """
         return 0
+
+    def prompt_query_tokens(self, layer_idx: int, num_layers: int) -> int:
+        """How many of a prompt's last queries must be at hand when it ends.
+
+        As many as are read, or all of them if its spans are judged one by one.
+        """
+        wanted = self.query_tokens(layer_idx, num_layers)
+        return _ALL if self.fair and (wanted or "observe" in self.needs) else wanted
 
     def reindexed_tokens(self, layer_idx: int, num_layers: int) -> int:
         """How many rows at the cache's front move up when rows behind them are evicted.
@@ -371,12 +411,14 @@ class Policy(BaseModel):
                     f"{self.name}: {name} lists {len(value)} values, but the model has "
                     f"{num_layers} full-attention layers. Give one value, or {num_layers}."
                 )
-        if self.protect and any(self.reindexed_tokens(i, num_layers) for i in range(num_layers)):
-            raise PolicyConfigError(
-                f"{self.name}: protect={'/'.join(self.protect)} keeps rows among those that go, "
-                "and keys at the cache's front are moved up to the rows behind them. Use original "
-                "positions, or leave protect out."
-            )
+        moves = any(self.reindexed_tokens(layer, num_layers) for layer in range(num_layers))
+        for name in ("protect", "fair"):
+            if moves and getattr(self, name):
+                raise PolicyConfigError(
+                    f"{self.name}: {name}={'/'.join(getattr(self, name))} keeps rows among those "
+                    "that go, and keys at the cache's front are moved up to the rows behind them. "
+                    f"Use original positions, or leave {name} out."
+                )
         self._check_room(num_layers)
 
     def _check_room(self, num_layers: int) -> None:

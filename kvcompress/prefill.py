@@ -25,10 +25,11 @@ Progress = Callable[[int, int], None]
 def default_lookahead(policy: Policy, num_layers: int) -> int:
     """How many of the prompt's last tokens vote after every chunk: as many queries as are read.
 
-    None if the policy keeps a record of all queries, in which they would count once a chunk.
+    None if the policy keeps a record of all queries, in which they would count once a chunk, or
+    judges spans, each by its own.
     """
     part = policy.part("prefill")
-    if part is None or policy.observer("prefill") is not None:
+    if part is None or part.fair or policy.observer("prefill") is not None:
         return 0
     return max(part.query_tokens(layer, num_layers) for layer in range(num_layers))
 
@@ -142,6 +143,12 @@ class ChunkedPrefill:
         check_chunks(policy, layers, self._lookahead)
         part = policy.part("prefill")
         assert part is not None
+        if part.fair and total > self._chunk + self._lookahead:
+            raise UnsupportedModeError(
+                f"{part}: the spans of a prompt are judged when all of it was read, and its "
+                f"{total} tokens come in chunks of {self._chunk}, with an eviction after each. Use "
+                f"chunk_size={total}, or leave fair out."
+            )
         extra = max(self._lookahead, self._hold_back)
         named = part.named_tokens
         least = min(part.budget(total, layer, layers) for layer in range(layers))

@@ -1,4 +1,4 @@
-"""Where parts of a prompt stand among its tokens, for a policy's `protect`."""
+"""Where parts of a prompt stand among its tokens, for a policy's `protect` and `fair`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -30,6 +30,7 @@ RANKS = [
     {"policy"},
     {"composition"},
     {"selection", "plugins"},
+    {"fair"},
     {"attention"},
     {"state"},
     {"rotation", "rows"},

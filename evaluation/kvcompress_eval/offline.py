@@ -141,6 +141,18 @@ def read_local(task: str, data: Path, selection: Selection) -> LocalTask:
     return LocalTask(task, definition, config["test_split"], chosen)
 
 
+def ifeval_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file with the columns of google/IFEval.
+
+    Raises:
+        EvaluationError: It cannot be read, or a row is not as it should be.
+    """
+    try:
+        return [_ifeval_row(row, f"{path}:{row['source_line']}") for row in _read(path)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"The rows {path} cannot be read: {error}") from None
+
+
 def row_id(row: Mapping[str, Any]) -> str | int | None:
     """The row's name in its data set: LongBench's `_id`, IFEval's `key`."""
     name: str | int | None = row.get("_id", row.get("key"))

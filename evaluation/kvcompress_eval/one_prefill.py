@@ -1,7 +1,7 @@
 """One prefill for many policies: what they are to be compared on is read once."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -99,6 +99,33 @@ class OnePrefill:
         return tokens, cache
 
 
+def settled(model: PreTrainedModel, caches: Sequence[CompressedCache]) -> CompressedCache:
+    """A cache that evicts nothing more, with the rows of several as the rows of a batch.
+
+    Args:
+        model: What filled them.
+        caches: Each of one row, of the same prompt, which has ended, and in each layer of as many
+            held tokens.
+    """
+    joined = CompressedCache(model, _Waiting(capacity=EVERYTHING, queries=0))
+    for number, own in enumerate(joined.layers):
+        parts = [cache.layers[number] for cache in caches]
+        if isinstance(own, KVLayer):
+            taken = [part.snapshot() for part in parts if isinstance(part, KVLayer)]
+            values = taken[0] | {"front": None, "state": {}, "recent": [], "unseen": []}
+            for name in ("keys", "values", "columns"):
+                values[name] = torch.cat([each[name] for each in taken])
+            own.restore(values)
+        else:  # with a window or a state: the same whatever the policy
+            other: Any = copy.deepcopy(parts[0])
+            other.batch_repeat_interleave(len(caches))
+            joined.layers[number] = other
+    first, state = state_of(caches[0]), state_of(joined)
+    assert first is not None and state is not None
+    state.restore(first.snapshot())
+    return joined
+
+
 @torch.inference_mode()
 def feed(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     """Logits after the last of some tokens, batch x vocabulary; the cache has read them then."""
@@ -114,8 +141,9 @@ def end_tokens(model: PreTrainedModel) -> set[int | None]:
 
 
 def _queries(policy: Policy | None, layers: int) -> int:
-    parts = [] if policy is None else [policy.part("prefill"), policy.part("decode")]
-    return max(
-        (part.query_tokens(layer, layers) for part in parts if part for layer in range(layers)),
-        default=0,
-    )
+    if policy is None:
+        return 0
+    prompt, answer = policy.part("prefill"), policy.part("decode")
+    found = [prompt.prompt_query_tokens(layer, layers) for layer in range(layers) if prompt]
+    found += [answer.query_tokens(layer, layers) for layer in range(layers) if answer]
+    return max(found)

@@ -7,10 +7,12 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from torch import Tensor
 from torch.nn import functional
 
 from kvcompress_eval.comparison import UNCOMPRESSED
+from kvcompress_eval.leak_command import Summary
 from kvcompress_eval.long_prompts import Reading
 from kvcompress_eval.needle import Needle
 from kvcompress_eval.needle_grid import Found
@@ -211,6 +213,64 @@ def plot_comparison(
     if title:
         figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_leak(found: Sequence[Summary], path: Path, title: str) -> None:
+    """Leakage, following and rows kept against what is evicted: a row for every policy and order.
+
+    Args:
+        found: Those without eviction are where every line begins.
+        path: The picture.
+        title: Of all of it.
+    """
+    colours = {"plain": "tab:red", "whitelist": "tab:blue", "fair": "tab:green"}
+    rows = list(dict.fromkeys((e.policy, e.order) for e in found if e.policy != UNCOMPRESSED))
+    headings = (
+        "leakage: ROUGE-L recall of the directive",
+        "instructions followed",
+        "rows kept (solid: defence, dashed: directive)",
+    )
+    figure, grid = plt.subplots(
+        len(rows),
+        3,
+        figsize=(13, 1.3 + 2.7 * len(rows)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, (policy, order) in zip(grid, rows, strict=True):
+        for mode, colour in colours.items():
+            own = [each for each in found if (each.policy, each.mode) == (policy, mode)]
+            start = [each for each in found if each.policy == UNCOMPRESSED]
+            line = [each for each in (*start, *own) if each.order == order]
+            line.sort(key=lambda each: each.evicted)
+            x = [each.evicted for each in line]
+            for axis, name in zip(axes, ("leakage", "following"), strict=False):
+                y = [getattr(each, name) for each in line]
+                values, errors = [each.value for each in y], [each.error for each in y]
+                axis.errorbar(x, values, errors, color=colour, marker="o", ms=4, lw=1.3, capsize=2)
+            for name, style in (("kept_defence", "o-"), ("kept_directive", "s--")):
+                y = [getattr(each, name) for each in line]
+                axes[2].plot(x, y, style, color=colour, ms=4, lw=1.3)
+        axes[0].set_ylabel(f"{policy}\n{order}", fontsize=8)
+        axes[2].plot([0, 1], [1, 0], color="gray", lw=0.8, ls=":")
+    for axis, heading in zip(grid[0], headings, strict=True):
+        axis.set_title(heading, fontsize=9, loc="left")
+    for axis in grid.flat:
+        axis.set_ylim(-0.03, 1.03)
+        axis.set_xlim(-0.03, 1.0)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelbottom=True, labelsize=8)
+    for axis in grid[-1]:
+        axis.set_xlabel("share of the system prompt that is evicted", fontsize=8)
+    handles = [
+        Line2D([], [], color=colour, marker="o", ms=4, label=mode)
+        for mode, colour in colours.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

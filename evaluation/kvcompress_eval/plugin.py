@@ -12,6 +12,7 @@ def kvcompress_commands(app: typer.Typer) -> None:
     from kvcompress_eval.compare import compare
     from kvcompress_eval.demo import demo
     from kvcompress_eval.fidelity_command import fidelity
+    from kvcompress_eval.leak_command import leak
     from kvcompress_eval.lm_eval_command import lm_eval
     from kvcompress_eval.long_prompts import long_prompts
     from kvcompress_eval.needle_grid import needle
@@ -35,3 +36,4 @@ def kvcompress_commands(app: typer.Typer) -> None:
     app.command()(plan)
     app.command()(fidelity)
     app.command()(tune)
+    app.command()(leak)

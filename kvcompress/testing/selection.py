@@ -8,10 +8,11 @@ from jaxtyping import Float, Float32, Int, Int64
 from torch import Tensor
 
 from kvcompress.errors import PolicyConfigError, ShapeError, UnsupportedModeError
+from kvcompress.fair import judge_spans
 from kvcompress.plugins import policy_from
 from kvcompress.policy import LayerView, Policy
 from kvcompress.selection import batch_budget, final_scores, judge, select_rows
-from kvcompress.tensors import left_padding, positions_of
+from kvcompress.tensors import left_padding, positions_of, top_positions
 
 
 def kept_positions(
@@ -45,9 +46,19 @@ def kept_positions(
             `keep_ratio`.
     """
     policy = _of_prompt(policy)
-    view = view_of(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
+    wanted = policy.prompt_query_tokens(layer_idx, num_layers)
+    view = view_of(
+        policy, query, key, value, scaling, attention_mask, layer_idx, num_layers, wanted
+    )
     columns = torch.arange(view.held, device=key.device).expand_as(view.positions)
-    index = columns if view.budget == view.held else select_rows(policy, view, view.budget)
+    if view.budget == view.held:
+        index = columns
+    elif policy.fair:
+        index = top_positions(
+            final_scores([judge_spans(policy, view, _pads(view))])[0], view.budget
+        )
+    else:
+        index = select_rows(policy, view, view.budget)
     return torch.where(view.valid.gather(2, index), index, -1)
 
 
@@ -64,11 +75,23 @@ def scores(
 ) -> Float32[Tensor, "batch kv_heads kv_len"]:
     """How a policy scores one prompt: `+inf` where protected, `-inf` on padding.
 
+    Under `fair`, 1 for rows that stay and 0 for others.
+
     Arguments as for `kept_positions`.
     """
     policy = _of_prompt(policy)
-    view = view_of(policy, query, key, value, scaling, attention_mask, layer_idx, num_layers)
+    wanted = policy.prompt_query_tokens(layer_idx, num_layers)
+    view = view_of(
+        policy, query, key, value, scaling, attention_mask, layer_idx, num_layers, wanted
+    )
+    if policy.fair and view.budget < view.held:
+        return final_scores([judge_spans(policy, view, _pads(view))])[0]
     return final_scores([judge(policy, view)])[0]
+
+
+def _pads(view: LayerView) -> list[int]:
+    pads: list[int] = (~view.valid[:, 0]).sum(dim=-1).tolist()
+    return pads
 
 
 def _of_prompt(spec: Policy | str | Mapping[str, Any]) -> Policy:
@@ -88,8 +111,12 @@ def view_of(
     attention_mask: Tensor | None = None,
     layer_idx: int = 0,
     num_layers: int = 1,
+    queries: int | None = None,
 ) -> LayerView:
-    """What a policy is shown when a prompt ends; arguments as for `kept_positions`."""
+    """What a policy is shown when a prompt ends; arguments as for `kept_positions`.
+
+    With `queries`, so many of the last ones rather than as many as the policy reads.
+    """
     batch, kv_heads, kv_len, head_dim = key.shape
     if query.shape[2] > kv_len:
         raise ShapeError(
@@ -122,7 +149,7 @@ def view_of(
     state: Mapping[str, Tensor] = {}
     if "observe" in policy.needs:
         state = policy.observe(LayerView(query=query, **facts))
-    wanted = policy.query_tokens(layer_idx, num_layers)
+    wanted = policy.query_tokens(layer_idx, num_layers) if queries is None else queries
     last = query[:, :, query.shape[2] - min(wanted, query.shape[2]) :]
     budget = min(batch_budget(policy, lengths, layer_idx, num_layers), kv_len)
     return LayerView(query=last, state=state, budget=budget, **facts)

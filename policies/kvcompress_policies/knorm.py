@@ -24,6 +24,7 @@ class KNormPolicy(DecodePolicy):
 
     name: ClassVar[str] = "knorm"
     any_order: ClassVar[bool] = True
+    shared_by_spans: ClassVar[frozenset[str]] = frozenset({"protect_recent"})
 
     protect_recent: NonNegativeInt = Field(
         default=0,

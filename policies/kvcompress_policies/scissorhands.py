@@ -29,6 +29,7 @@ class ScissorhandsPolicy(DecodePolicy):
     """
 
     name: ClassVar[str] = "scissorhands"
+    shared_by_spans: ClassVar[frozenset[str]] = frozenset({"recent"})
 
     history: PositiveInt = Field(
         default=400, description="Last queries that set marks; at most `interval`."

@@ -59,6 +59,7 @@ class SnapKVPolicy(Policy):
 
     name: ClassVar[str] = "snapkv"
     per_layer: ClassVar[frozenset[str]] = frozenset({"capacity", "window_size", "kernel_size"})
+    shared_by_spans: ClassVar[frozenset[str]] = frozenset({"window_size"})
 
     window_size: PerLayer = Field(
         default=32,
