@@ -5,7 +5,7 @@ compressed, before any question is known, and is asked two things: to repeat it,
 wants. Evicting may take more of the one part than of the other, so that a model goes on with the
 directive and forgets to keep it to itself.
 
-Source: arXiv:2510.00231, sections 4 and 5. The attack is the plain one of RaccoonBench
+Source: arXiv:2510.00231. The attack is the plain one of RaccoonBench
 (arXiv:2406.06737).
 Differs: the wording of the defence and of what introduces the directive.
 """
