@@ -286,8 +286,10 @@ def report(model: str, records: Sequence[Asked], out: Path, console: Any) -> Non
         console.print(note, highlight=False)
     text = "\n\n".join([title, markdown(table), *notes])
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
-    plot_leak(found, out / "plot.png", title)
-    names = ("table.md", "plot.png", "records.jsonl")
+    names = ["table.md", "records.jsonl"]
+    if len({each.policy for each in found}) > 1:  # else there was no room for anything
+        plot_leak(found, out / "plot.png", title)
+        names.append("plot.png")
     console.print("   ".join(str(out / name) for name in names), highlight=False)
 
 
