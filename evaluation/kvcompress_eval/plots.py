@@ -412,7 +412,7 @@ def plot_tuning(tuned: Tuned, path: Path, title: str) -> None:
     axis.set_xlabel("tokens held in the end (mean over layers, per KV head)")
     axis.set_ylabel(QUALITIES[tuned.quality])
     axis.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    figure.legend(fontsize=8, loc="outside lower center")
     axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
