@@ -489,6 +489,7 @@ def test_a_model_that_finds_no_needle_is_told(call, saved_model, tmp_path):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_wide_pooling_is_recommended_for_real_needles(call, tmp_path):
     """And what counts as found is what the free answer of `kvcompress needle` has."""
     from kvcompress_eval.needle import make_needle

@@ -156,7 +156,13 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "name"), [(policy, name) for policy, names in SETTINGS for name in names]
+    ("policy", "name"),
+    [
+        # One policy goes through the whole suite every time, the others when there are minutes.
+        pytest.param(policy, name, marks=() if "snapkv" in policy else pytest.mark.slow)
+        for policy, names in SETTINGS
+        for name in names
+    ],
 )
 def test_contracts(policy, name):
     from kvcompress.testing import contracts
