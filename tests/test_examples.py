@@ -171,7 +171,7 @@ def test_a_summary_in_chunks_has_a_bounded_peak(example, saved_model, capsys):
         assert chunks.mib <= cut.mib < plain.mib / 3
         assert plain.rouge["rouge-l"] == pytest.approx(1)
         peaks.append(chunks.peak_tokens)
-    assert peaks == [64 + 100 + 32] * 2
+    assert peaks[0] == peaks[1] <= 64 + 100 + 32
     assert "chunks of 100" in capsys.readouterr().out
 
 

@@ -40,6 +40,7 @@ RANKS = [
     {"prefill", "saving"},
     {"session"},
     {"testing"},
+    {"installation"},
     {"cli"},
 ]
 

@@ -70,13 +70,14 @@ def test_wheel_holds_the_three_packages_and_the_start_up_hook_only(built):
     assert sources == {name for name in names if name.endswith(".py")} - STARTUP
 
 
-def test_wheel_holds_the_license_and_no_data_but_the_page_of_show(built):
+def test_wheel_holds_the_license_and_no_data_but_what_commands_read(built):
     archive = zipfile.ZipFile(built[0])
     others = [name for name in archive.namelist() if not name.endswith((".py", "/py.typed"))]
     (info,) = {name.split("/")[0] for name in others if ".dist-info/" in name}
     parts = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
     described = {f"{info}/{part}" for part in parts}
-    assert set(others) - STARTUP == described | {"kvcompress_eval/show.html"}
+    data = {f"kvcompress_eval/{name}" for name in ("show.html", "leak_rows.jsonl")}
+    assert set(others) - STARTUP == described | data
     license = archive.read(f"{info}/licenses/LICENSE")
     assert license == (ROOT / "LICENSE").read_bytes()
 

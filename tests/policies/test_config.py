@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 FIELDS = (
-    "capacity, group_reduce, keep_ratio, kernel_size, later_turns, pooling, protect, window_size"
+    "capacity, fair, group_reduce, keep_ratio, kernel_size, later_turns, pooling, protect, "
+    "window_size"
 )
 
 
@@ -134,6 +135,7 @@ def test_defaults():
         "keep_ratio": None,
         "later_turns": "revote",
         "protect": (),
+        "fair": (),
         "window_size": 32,
         "kernel_size": 5,
         "pooling": "avg",
