@@ -64,7 +64,7 @@ def test_the_built_in_rows_can_be_followed():
         "spring is mild and bright",
         "* Boil water.\n* Add tea.\n* Wait.\nEnjoy your day.",
         '"The moon is a lantern that moves the tide."',
-        "<<Dogs>> They are loyal.",
+        "<<Dogs>> A friend to walk with.",
         "It *lends* texts and is *quiet*.",
         '{"rivers": ["Nile", "Po", "Rhine"]}',
         "GO TO BED EARLY AND KEEP THE ROOM DARK EVERY NIGHT. P.S. NO COFFEE",
