@@ -53,14 +53,19 @@ def document_text(document: Path) -> str:
 def prompt_of(tokenizer: Any, text: str, tokens: int) -> Any:
     """The document's first tokens and the task, as token ids."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
-    task = "\n\nSummarise the text above in three sentences."
+    task = "\n\nWrite a summary of the text above."
     message = [{"role": "user", "content": tokenizer.decode(ids) + task}]
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     return tokenizer.apply_chat_template(message, **options)
 
 
 def summarise(
-    model: Any, tokenizer: Any, inputs: Any, policy: str | None, chunk_size: int | None
+    model: Any,
+    tokenizer: Any,
+    inputs: Any,
+    max_new_tokens: int,
+    policy: str | None,
+    chunk_size: int | None,
 ) -> Summary:
     """One summary: from the full cache without a policy, from chunks if their size is given."""
     given: dict[str, Any] = {
@@ -68,7 +73,7 @@ def summarise(
         "do_sample": False,
         "return_dict_in_generate": True,
     }
-    started = clock()
+    prompt, started = inputs["input_ids"].shape[1], clock()
     with press(model, policy) if policy else nullcontext() as session:
         if session and chunk_size:
             cache = session.prefill(inputs["input_ids"], chunk_size=chunk_size, lookahead=LOOKAHEAD)
@@ -79,11 +84,14 @@ def summarise(
     held = max(layer.keys.shape[2] for layer in layers)
     if session and chunk_size:
         report = cache.report()
-        # The history is written when a chunk has been read; then the look-ahead comes on top.
-        held = max(rows for _, rows in report.history) // report.hosted_layers + LOOKAHEAD
+        # Written after every forward; while the prompt is read, the look-ahead comes on top.
+        held = max(
+            rows // report.hosted_layers + (LOOKAHEAD if seen < prompt else 0)
+            for seen, rows in report.history
+        )
     elif session:
-        held = inputs["input_ids"].shape[1]  # a prefill at once holds the whole prompt first
-    new = output.sequences[0, inputs["input_ids"].shape[1] :]
+        held = prompt  # a prefill at once holds the whole prompt first
+    new = output.sequences[0, prompt:]
     return Summary(
         text=tokenizer.decode(new, skip_special_tokens=True).strip(),
         peak_tokens=held,
@@ -96,9 +104,10 @@ def summarise(
 def main(
     model: str = "smollm2",
     document: Path = Path(__file__).parent / "documents",
-    tokens: int = 3000,
+    tokens: int = 2000,
     capacity: int = 512,
     chunk_size: int = 256,
+    max_new_tokens: int = 96,
 ) -> list[Summary]:
     """Summarise a document: plain, cut after it was read, and read in chunks."""
     text = document_text(document)
@@ -110,7 +119,8 @@ def main(
         "cut after reading": (policy, None),
         f"chunks of {chunk_size}": (policy, chunk_size),
     }
-    summaries = [summarise(loaded, tokenizer, inputs, *cache) for cache in caches.values()]
+    given = loaded, tokenizer, inputs, max_new_tokens
+    summaries = [summarise(*given, *cache) for cache in caches.values()]
     rows: list[tuple[str, ...]] = [
         ("cache", "summary", "peak held", "MiB", "s", "ROUGE-1", "ROUGE-L")
     ]

@@ -118,12 +118,12 @@ def test_a_question_needs_words_of_its_answer(example):
 
 
 def test_a_chat_is_bounded_after_every_message(example, saved_model, capsys):
-    options = {"model": str(saved_model), "max_new_tokens": 24}
+    options = {"model": str(saved_model), "max_new_tokens": 8}
     turns = example("chat").main(**options, capacity=80, interval=8)
     full, bounded, protected = turns.values()
     assert len(full) == len(bounded) == len(protected) == 5
     assert all(turn.held_tokens == turn.seen_tokens for turn in full)
-    assert all(80 <= turn.held_tokens <= 80 + 7 for turn in [*bounded, *protected][1:])
+    assert all(80 <= turn.held_tokens <= 80 + 7 for turn in bounded[1:] + protected[1:])
     assert full[-1].mib > 2 * bounded[-1].mib
     assert (
         f"{bounded[-1].held_tokens} of {bounded[-1].seen_tokens} tokens" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_a_chat_is_bounded_after_every_message(example, saved_model, capsys):
 
 def test_a_chat_that_fits_gets_the_full_caches_answers(example, saved_model):
     chat = example("chat")
-    turns = chat.main(model=str(saved_model), max_new_tokens=24, capacity=4000)
+    turns = chat.main(model=str(saved_model), max_new_tokens=8, capacity=4000)
     full, bounded, protected = turns.values()
     for other in (bounded, protected):
         assert [turn.answer for turn in full] == [turn.answer for turn in other]
@@ -163,25 +163,26 @@ def test_a_chat_from_the_terminal(example, saved_model, monkeypatch, capsys):
 
 
 def test_a_summary_in_chunks_has_a_bounded_peak(example, saved_model, capsys):
-    options = {"model": str(saved_model), "capacity": 64, "chunk_size": 100}
+    options = {"model": str(saved_model), "capacity": 64, "chunk_size": 100, "max_new_tokens": 12}
     peaks = []
-    for tokens in (700, 1400):
+    for tokens in (500, 900):
         plain, cut, chunks = example("summarise").main(**options, tokens=tokens)
         assert tokens < cut.peak_tokens <= plain.peak_tokens
-        assert chunks.mib <= cut.mib < plain.mib / 3
+        assert chunks.mib <= cut.mib < plain.mib / 2
         assert plain.rouge["rouge-l"] == pytest.approx(1)
         peaks.append(chunks.peak_tokens)
-    assert peaks[0] == peaks[1] <= 64 + 100 + 32
+    assert peaks == [64 + 100] * 2
     assert "chunks of 100" in capsys.readouterr().out
 
 
 def test_protected_tool_definitions_are_held(example, saved_model, capsys):
-    policy = "snapkv_decoding:capacity=900:window_size=16:interval=16"
-    runs = example("agent_tools").main(model=str(saved_model), policy=policy)
-    full, bounded, protected = runs.values()
+    agent = example("agent_tools")
+    agent.REQUESTS = agent.REQUESTS[:3]
+    policy = "snapkv_decoding:capacity=640:window_size=16:interval=16"
+    full, bounded, protected = agent.main(model=str(saved_model), policy=policy).values()
     assert full.definitions_held == protected.definitions_held == 1
-    assert bounded.definitions_held < 0.8
-    assert bounded.held_tokens < 916 and protected.held_tokens < 916 < full.held_tokens
+    assert bounded.definitions_held < 0.95
+    assert bounded.held_tokens < 656 and protected.held_tokens < 656 < full.held_tokens
     assert "100 % of" in capsys.readouterr().out
 
 
@@ -198,12 +199,12 @@ def test_tools_go_through_a_template_that_takes_them(example, saved_model):
     assert "reserve_car" in tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-def launched(out, *arguments):
-    """What two processes gather."""
+def launched(out, *arguments, processes=2):
+    """What processes gather."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     done = subprocess.run(
         [*launch, f"--master-port={port}", EXAMPLES / "multi_gpu.py", *arguments, "--out", out],
         capture_output=True,
@@ -230,9 +231,66 @@ def test_two_processes_answer_what_one_does(example, saved_model, tmp_path, monk
     copies = launched(tmp_path / "data.json", "data", *options)
     assert [one["process"] for one in copies] == [0, 0, 1]
     assert [one["answer"] for one in copies] == [one["answer"] for one in alone]
-    spread = launched(tmp_path / "tensor.json", "tensor", *options)
-    assert [one["process"] for one in spread] == [0, 0, 0, 1, 1, 1]
-    assert [one["answer"] for one in spread] == 2 * [one["answer"] for one in alone]
-    for one, whole in zip(spread, 2 * alone, strict=True):
-        assert one["heads"] * 2 == whole["heads"] and one["held"] == whole["held"] < whole["seen"]
-        assert one["mib"] * 2 == pytest.approx(whole["mib"])
+
+
+@pytest.mark.model
+def test_rag_finds_and_cites_the_engineer(example, capsys):
+    question = "Who is the engineer for the electric boat?"
+    answers = example("rag").main(question=question, expect="Nakamura", passages=4)
+    full, small = answers[question]
+    for one in (full, small):
+        assert one.right and one.supported and one.cited == 4
+    assert small.held_tokens < 560 < 700 < full.held_tokens
+    assert small.mib < 0.7 * full.mib
+    out = capsys.readouterr().out
+    assert out.count("is right and cites [4], which contains it") == 2
+    assert out.count("[4] Crew and duties") == 2
+
+
+@pytest.mark.model
+def test_an_agent_calls_the_right_tools_from_a_cache_that_protects_them(example):
+    full, bounded, protected = example("agent_tools").main().values()
+    assert full.right >= 6 and protected.right >= 6
+    assert protected.right >= bounded.right
+    assert protected.definitions_held == 1 and bounded.definitions_held < 0.5
+    assert protected.mib < full.mib / 2
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_protected_name_is_remembered(example):
+    turns = example("chat").main()
+    assert "Ines" in turns["full"][-1].answer
+    assert "Ines" in turns["first message protected"][-1].answer
+    assert turns["first message protected"][-1].held_tokens <= 128 + 15
+    assert turns["full"][-1].held_tokens > 2 * (128 + 15)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_rag_as_it_is_shown(example):
+    answers = example("rag").main()
+    for full, small in answers.values():
+        assert full.right and full.supported and small.supported
+        assert small.mib < full.mib / 4
+    assert next(iter(answers.values()))[1].right
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_summaries_as_they_are_shown(example):
+    plain, cut, chunks = example("summarise").main()
+    assert plain.peak_tokens > 2000 and chunks.peak_tokens == 512 + 256
+    assert chunks.mib < plain.mib / 3 and cut.mib < plain.mib / 3
+    for one in (cut, chunks):
+        assert "cooperative" in one.text.lower() and 0 < one.rouge["rouge-1"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_three_processes_share_the_embedded_models_heads(tmp_path):
+    alone = launched(tmp_path / "data.json", "data", "--limit", "1", processes=1)
+    spread = launched(tmp_path / "tensor.json", "tensor", "--limit", "1", processes=3)
+    assert [one["heads"] for one in spread] == [1, 1, 1] and alone[0]["heads"] == 3
+    assert {one["answer"] for one in spread} == {alone[0]["answer"]}
+    assert sum(one["mib"] for one in spread) == pytest.approx(alone[0]["mib"])
