@@ -18,6 +18,7 @@ DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "examples").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 IN_OWN_TESTS = {"README.md", "docs/index.md", "docs/long-prompts.md", "docs/policies.md"}
