@@ -1,7 +1,7 @@
 """Summarise a long document that is read in chunks, in memory that does not grow with its length.
 
     python examples/summarise.py
-    python examples/summarise.py --model MODEL --document book.txt --capacity 4096 --chunk-size 2048
+    python examples/summarise.py --model MODEL --document book.txt --tokens 100000 --capacity 4096
 
 After every chunk the cache is cut to the capacity, by the votes of the prompt's last tokens, which
 ask for the summary. A plain prefill is beside it, once whole and once cut after it was read: its
