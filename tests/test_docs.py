@@ -20,6 +20,7 @@ DOCUMENTS = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "examples").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
 ]
 IN_OWN_TESTS = {"README.md", "docs/index.md", "docs/long-prompts.md", "docs/policies.md"}
 """Documents whose Python blocks need what only tests of their own have."""
@@ -210,7 +211,7 @@ def test_the_ten_minutes_print_what_they_show(monkeypatch, capsys):
             assert got.strip() == wanted.strip()
 
 
-COMMANDS = ("accelerate", "kvcompress", "lm_eval", "make", "pip", "pytest", "python")
+COMMANDS = ("accelerate", "kvcompress", "lm_eval", "make", "pip", "pytest", "python", "torchrun")
 
 
 def command_lines(document):
@@ -306,6 +307,8 @@ def test_commands_can_be_read(monkeypatch):
                     assert {each for names in named for each in names.split(",")} <= extras
                 else:
                     assert command in COMMANDS
+                    scripts = [word for word in words if word.endswith(".py")]
+                    assert all((ROOT / script).is_file() for script in scripts)
             except BaseException as error:
                 line = " ".join([command, *words])
                 pytest.fail(f"{name_of(document)}: {line}: {type(error).__name__}: {error}")

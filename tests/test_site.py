@@ -128,8 +128,8 @@ def test_links_that_leave_the_documents_lead_to_pages(generate):
         "```\n[e](../LICENSE)\n```\n"
     )
     assert hooks._with_site_links(text, "docs/x.md") == (
-        "[a](repository/README.md#b) [c](policies.md) "
-        "[d](repository/examples/kvcompress-random/README.md)\n```\n[e](../LICENSE)\n```\n"
+        "[a](repository/overview.md#b) [c](policies.md) "
+        "[d](repository/examples/kvcompress-random.md)\n```\n[e](../LICENSE)\n```\n"
     )
     inner = hooks._with_site_links("![p](docs/results/demo.png) [q](docs/policies.md)", "README.md")
     assert inner == "![p](../results/demo.png) [q](../policies.md)"

@@ -126,13 +126,19 @@ def _site_path(source: str) -> str:
     if _in_site(source):
         return source.removeprefix("docs/")
     path = posixpath.join(OUTSIDE, source)
+    if source == "README.md":
+        return posixpath.join(OUTSIDE, "overview.md")
+    if source.endswith("/README.md"):
+        # Under its own name it would be the front page of its section.
+        return posixpath.dirname(path) + ".md"
     return path if source.endswith(".md") else f"{path}.md"
 
 
 def _listing(source: str, text: str) -> str:
     """A page that shows a file's text."""
     language = LANGUAGES.get(Path(source).suffix, "text")
-    return f"# {source}\n\n````{language}\n{text.rstrip()}\n````\n"
+    title = source.removeprefix("examples/")
+    return f"# {title}\n\n````{language}\n{text.rstrip()}\n````\n"
 
 
 def _resolved(target: str, source: str) -> str | None:
