@@ -80,6 +80,8 @@ def test_a_policy_page_has_the_docstring_and_all_fields(generate):
     assert "| `recent_ratio` | `0.5` | ≥ 0, < 1 |" in page
     assert "| `normalize` | `none` | `none`, `observers` |" in page
     assert "| `capacity` | `2048` | ≥ 1 or a list, one a layer |" in page
+    assert "| `protect` |  | ranges of tokens |" in page
+    assert "| `fair` |  | ranges of tokens |" in page
     assert "**Source.** Zhang et al. 2023, [arXiv:2306.14048](https://arxiv.org/abs/2306" in page
     assert "**Differs.** sums are per KV head" in page
 

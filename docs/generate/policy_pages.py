@@ -88,7 +88,7 @@ def _fields(policy: type[Policy]) -> str:
 
 def _allowed(policy: type[Policy], name: str) -> str:
     """What values a field takes, from its schema."""
-    if name == "protect":
+    if policy.model_fields[name].annotation == Policy.model_fields["protect"].annotation:
         return "ranges of tokens"
     schema = policy.model_json_schema()["properties"][name]
     kinds = [_kind(each) for each in schema.get("anyOf", [schema])]
