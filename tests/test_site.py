@@ -198,6 +198,9 @@ def test_policies_on_real_weights_give_the_stored_numbers(generate):
         compare(pictures.measure_policy(name), stored)
 
 
+PATIENCE = 300
+"""Seconds for an answer of Chromium: a page takes one, and a hundred on a machine that is busy."""
+
 # Chromium reads file 3 and writes file 4; by way of high numbers, so that neither is in the way.
 AS_3_AND_4 = """
 import fcntl, os, sys
@@ -255,7 +258,7 @@ class Browser:
         if self.session:
             call["sessionId"] = self.session
         os.write(self.out, json.dumps(call).encode() + b"\0")
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while True:
             found = self.message(until)
             if found.get("id") == self.count:
@@ -267,7 +270,7 @@ class Browser:
         """Load a page and everything in it; gives the events that came with it."""
         self.events = []
         self.ask("Page.navigate", url=url)
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while not any(each.get("method") == "Page.loadEventFired" for each in self.events):
             self.events.append(self.message(until))
         return self.events
@@ -402,7 +405,7 @@ def test_search_finds_without_network(site, address, browser, served):
     events = list(browser.open(f"{start}?q=protect"))
     found = browser.value(
         """(async () => {
-          for (let tries = 0; tries < 200; tries++) {
+          for (let tries = 0; tries < 2000; tries++) {
             const links = [...document.querySelectorAll(".md-search-result__link")];
             if (links.length) return links.map((link) => link.href);
             await new Promise((done) => setTimeout(done, 100));
