@@ -1,7 +1,5 @@
 """`kvcompress fidelity`: how often and how far a compressed cache predicts something else."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from kvcompress_eval.comparison import at_capacities, need
 from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model
 from kvcompress_eval.needle import Kind, make_needle
-from kvcompress_eval.prompts import chat_text
+from kvcompress_eval.prompts import Prompt, read_prompt, tokenize
 
 if TYPE_CHECKING:
     from kvcompress_eval.fidelity import Estimate
@@ -24,20 +22,6 @@ if TYPE_CHECKING:
 DEFAULT = ["snapkv", "snapkv:kernel_size=13:pooling=max", "streaming_llm"]
 CAPACITIES = [128, 256, 512]
 NEEDLE_TOKENS = 800
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt."""
-
-    name: str
-    """Of its file, or what is hidden in it."""
-    input_ids: list[int]
-
-    @property
-    def digest(self) -> str:
-        """Tells prompts apart that have the same name."""
-        return hashlib.sha256(json.dumps(self.input_ids).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -137,29 +121,6 @@ def fidelity(
     wanted = {prompt.digest for prompt in given}
     shown = [each for each in records.all if each.digest in wanted]
     report(model, summaries(shown, [str(each) for each in policies]), shown, out, console)
-
-
-def read_prompt(path: Path) -> str:
-    """A file's text.
-
-    Raises:
-        EvaluationError: There is none, or it cannot be read.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"The prompt {path} cannot be read: {error}") from None
-    if not text.strip():
-        raise EvaluationError(f"The prompt {path} is empty.")
-    return text
-
-
-def tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Tokens of a text, as one message of a user if asked for and there is a chat template."""
-    if chat and tokenizer.chat_template:
-        text = chat_text(tokenizer, text)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(text)["input_ids"])
 
 
 def _needles(tokenizer: Any) -> list[Prompt]:

@@ -1,7 +1,5 @@
 """`kvcompress leak`: does a compressed system prompt still guard itself, and is it followed?"""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from kvcompress.errors import EvaluationError
 from kvcompress_eval.comparison import UNCOMPRESSED, need
 from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model, versions
+from kvcompress_eval.prompts import digest
 
 if TYPE_CHECKING:
     from kvcompress.policy import Policy
@@ -216,8 +215,7 @@ def _asked(
 
 def _digest(guarded: "Guarded", row: dict[str, Any]) -> str:
     checks = [row["instruction_id_list"], row["kwargs"]]
-    text = json.dumps([guarded.system, guarded.attack, guarded.request, checks])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest([guarded.system, guarded.attack, guarded.request, checks])
 
 
 def summaries(records: Sequence[Asked]) -> list[Summary]:

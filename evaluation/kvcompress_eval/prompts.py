@@ -1,6 +1,35 @@
-"""From a text to the prompt that a model is given."""
+"""From texts and files to the prompts that a model is given."""
 
-from typing import Any
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcompress.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from kvcompress_eval.needle import Needle
+
+
+def digest(value: Any) -> str:
+    """Tells values apart that JSON can write, in 16 digits."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, and what is hidden in it if it is a needle's."""
+
+    name: str
+    """Of its file, or what is hidden in it."""
+    input_ids: list[int]
+    needle: "Needle | None" = None
+
+    @property
+    def digest(self) -> str:
+        """Tells prompts apart that have the same name."""
+        return digest(self.input_ids)
 
 
 def chat_text(tokenizer: Any, text: str) -> str:
@@ -9,3 +38,26 @@ def chat_text(tokenizer: Any, text: str) -> str:
         return text
     message = [{"role": "user", "content": text}]
     return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def read_prompt(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        EvaluationError: There is none, or it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"The prompt {path} cannot be read: {error}") from None
+    if not text.strip():
+        raise EvaluationError(f"The prompt {path} is empty.")
+    return text
+
+
+def tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Tokens of a text, as one message of a user if asked for and there is a chat template."""
+    if chat and tokenizer.chat_template:
+        text = chat_text(tokenizer, text)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text)["input_ids"])

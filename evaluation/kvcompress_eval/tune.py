@@ -10,19 +10,18 @@ means over prompts) and the prompts stand for those to come.
 Source: for tests in a fixed sequence, Angelopoulos et al. 2021, arXiv:2110.01052.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import EvaluationError, UnsupportedModeError
 from kvcompress_eval.comparison import UNCOMPRESSED
 from kvcompress_eval.needle import Needle
+from kvcompress_eval.prompts import Prompt
 from kvcompress_eval.search_space import Setting, Space
 
 if TYPE_CHECKING:
@@ -47,20 +46,6 @@ class Quality(StrEnum):
     """Share of the uncompressed model's tokens that are the likeliest."""
     likeness = "likeness"
     """exp(-KL(uncompressed || compressed)), the KL in nats, mean of the tokens."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt, and what is hidden in it if it is a needle's."""
-
-    name: str
-    input_ids: list[int]
-    needle: Needle | None = None
-
-    @property
-    def digest(self) -> str:
-        """Tells prompts apart."""
-        return hashlib.sha256(json.dumps(self.input_ids).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -377,25 +362,18 @@ def lower_bound(scores: Sequence[Score], quality: Quality, confidence: float) ->
     """
     from scipy import stats
 
-    bounds = []
-    if quality is not Quality.found:
-        values = [each.value(quality) for each in scores]
-        if len(values) < 2:
-            return 0.0
-        mean = fmean(values)
-        error = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
-        error /= math.sqrt(len(values))
-        bounds.append(mean - float(stats.t.ppf(confidence, len(values) - 1)) * error)
     if quality is Quality.found:
-        bounds.append(clopper_pearson(sum(map(_is_found, scores)), len(scores), confidence))
+        named = sum(bool(each.found) for each in scores)
+        return clopper_pearson(named, len(scores), confidence)
+    values = [each.value(quality) for each in scores]
+    if len(values) < 2:
+        return 0.0
+    error = stdev(values) / math.sqrt(len(values))
+    bounds = [fmean(values) - float(stats.t.ppf(confidence, len(values) - 1)) * error]
     if quality is Quality.agreement:
         right, of = sum(each.agreeing for each in scores), sum(each.tokens for each in scores)
         bounds.append(clopper_pearson(right, of, confidence))
     return max(0.0, min(bounds))
-
-
-def _is_found(score: Score) -> bool:
-    return bool(score.found)
 
 
 def clopper_pearson(right: int, of: int, confidence: float) -> float:

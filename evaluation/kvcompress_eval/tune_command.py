@@ -13,15 +13,14 @@ import typer
 from kvcompress.errors import EvaluationError, PolicyConfigError
 from kvcompress_eval.comparison import UNCOMPRESSED, need
 from kvcompress_eval.console import counted, show_table
-from kvcompress_eval.fidelity_command import read_prompt, tokenize
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model, versions
 from kvcompress_eval.needle import Kind, make_needle
+from kvcompress_eval.prompts import Prompt, read_prompt, tokenize
 from kvcompress_eval.provenance import commit, machine
 from kvcompress_eval.search_space import Setting, Space, families
 from kvcompress_eval.tune import (
     BOUNDS,
     Outcome,
-    Prompt,
     Quality,
     Score,
     Scorer,

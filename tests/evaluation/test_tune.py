@@ -139,7 +139,8 @@ def test_scores_are_those_of_fidelity(make_model, prompt, tokenizer, family, roo
     """Which reads the answer token by token; prompts that are kept and not kept give the same."""
     from kvcompress_eval import one_prefill
     from kvcompress_eval.fidelity import fidelity
-    from kvcompress_eval.tune import Prompt, Scorer
+    from kvcompress_eval.prompts import Prompt
+    from kvcompress_eval.tune import Scorer
 
     from kvcompress import policy_from
 
@@ -180,7 +181,8 @@ def test_a_needle_is_found_where_a_free_answer_names_it(make_model, prompt):
     """The greedy answer from each cache, up to the needle, is the uncompressed one's or is not."""
     from kvcompress_eval.needle import Needle
     from kvcompress_eval.one_prefill import OnePrefill
-    from kvcompress_eval.tune import Prompt, Scorer
+    from kvcompress_eval.prompts import Prompt
+    from kvcompress_eval.tune import Scorer
 
     from kvcompress import policy_from
 
@@ -494,7 +496,8 @@ def test_wide_pooling_is_recommended_for_real_needles(call, tmp_path):
     """And what counts as found is what the free answer of `kvcompress needle` has."""
     from kvcompress_eval.needle import make_needle
     from kvcompress_eval.needle_grid import Setting, answer_all
-    from kvcompress_eval.tune import Prompt, Scorer
+    from kvcompress_eval.prompts import Prompt
+    from kvcompress_eval.tune import Scorer
 
     from kvcompress import policy_from
     from kvcompress.models import load
