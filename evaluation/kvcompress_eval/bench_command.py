@@ -14,6 +14,7 @@ from kvcompress.errors import EvaluationError
 from kvcompress_eval.comparison import need
 from kvcompress_eval.console import show_table
 from kvcompress_eval.folder import versions
+from kvcompress_eval.options import Device, Model, Threads
 from kvcompress_eval.provenance import commit, machine
 from kvcompress_eval.ratios import Ratio
 
@@ -131,7 +132,7 @@ MEASUREMENTS: dict[What, Callable[[Setup, "Policy"], list[Ratio]]] = {
 
 def bench(
     what: Annotated[What, typer.Argument(help="Which measurement.")] = What.all,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Policy, as name:field=value:...; may be repeated."),
@@ -152,8 +153,8 @@ def bench(
         int,
         typer.Option(min=5, help="Pairs of decode steps, or of steps from eviction to eviction."),
     ] = 60,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    threads: Threads = 2,
+    device: Device = None,
     out: Annotated[Path | None, typer.Option(help="Append the record to this JSONL file.")] = None,
 ) -> None:
     """Measure time and memory against the plain model; policies that are wrong are refused."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcompress_eval.console import save_numbers
+from kvcompress_eval.options import Device, Model
 
 RUNS = (
     ("full cache", None),
@@ -19,7 +20,7 @@ RUNS = (
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     tokens: Annotated[int, typer.Option(min=100, help="Length of the haystack.")] = 3000,
     depth: Annotated[
         float, typer.Option(min=0, max=1, help="Where the number is hidden; 0 is the beginning.")
@@ -28,7 +29,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Picture; the numbers go beside it.")] = Path(
         "demo.png"
     ),
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    device: Device = None,
 ) -> None:
     """Hide a number in essays and ask for it: full cache against SnapKV."""
     import torch

@@ -13,6 +13,7 @@ from kvcompress_eval.comparison import at_capacities, need
 from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model
 from kvcompress_eval.needle import Kind, make_needle
+from kvcompress_eval.options import Chat, Device, Dtype, Model, NewTokens, OutFolder
 from kvcompress_eval.prompts import Prompt, read_prompt, tokenize
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def fidelity(
         list[Path] | None,
         typer.Argument(help="Files, a prompt each; four needles in 800 tokens if none is given."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Policy, may be repeated; SnapKV and StreamingLLM if none is given."),
@@ -69,15 +70,11 @@ def fidelity(
             min=1, help="Every policy that names no budget is taken at each. [128, 256, 512]"
         ),
     ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=2, help="Length of the continuation; the first does not count.")
-    ] = 32,
-    chat: Annotated[
-        bool, typer.Option(help="Use the tokenizer's chat template for files, if it has one.")
-    ] = True,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; it is gone on with.")] = Path("fidelity"),
+    new_tokens: NewTokens = 32,
+    chat: Chat = True,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: OutFolder = Path("fidelity"),
 ) -> None:
     """Feed policies the uncompressed model's own answers and see how they would have gone on."""
     amounts = capacity or ([] if policy else CAPACITIES)

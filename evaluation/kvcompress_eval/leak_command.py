@@ -12,6 +12,7 @@ from kvcompress.errors import EvaluationError
 from kvcompress_eval.comparison import UNCOMPRESSED, need
 from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model, versions
+from kvcompress_eval.options import Device, Dtype, Model, OutFolder
 from kvcompress_eval.prompts import digest
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def leak(
         typer.Option(help="JSONL with google/IFEval's columns; a few built-in rows if none."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most as many rows.")] = 3,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,9 +95,9 @@ def leak(
     ] = None,
     attack_tokens: Annotated[int, typer.Option(min=1, help="Of the answer to the attack.")] = 24,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of the answer to the request.")] = 24,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; it is gone on with.")] = Path("leak"),
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: OutFolder = Path("leak"),
 ) -> None:
     """Attack a compressed system prompt, and see whether it is still followed."""
     bases = _bases(policy or DEFAULT)

@@ -18,6 +18,7 @@ import typer
 from kvcompress.errors import EvaluationError
 from kvcompress_eval.comparison import need
 from kvcompress_eval.console import save_numbers
+from kvcompress_eval.options import Device, Threads
 
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
 
@@ -139,8 +140,8 @@ def long_prompts(
     plain_up_to: Annotated[
         int, typer.Option(min=0, help="Longest plain prefill, which is quadratic.")
     ] = 32768,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    threads: Threads = 2,
+    device: Device = None,
     out: Annotated[Path, typer.Option(help="Picture; the numbers go beside it.")] = Path(
         "long-prompts.png"
     ),

@@ -13,6 +13,7 @@ from kvcompress_eval.comparison import UNCOMPRESSED, at_capacities, need
 from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model
 from kvcompress_eval.needle import Kind, Needle, make_needle
+from kvcompress_eval.options import Device, Dtype, Model, OutFolder
 
 if TYPE_CHECKING:
     from kvcompress.policy import Policy
@@ -171,7 +172,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def needle(
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Policy, may be repeated; SnapKV and StreamingLLM if none is given."),
@@ -195,9 +196,9 @@ def needle(
         list[int] | None,
         typer.Option(min=0, help="With that: how many of the last tokens vote; may be repeated."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; it is gone on with.")] = Path("needle"),
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: OutFolder = Path("needle"),
 ) -> None:
     """Hide something at many depths of prompts of many lengths, and see who finds it."""
     import transformers

@@ -7,6 +7,7 @@ import typer
 
 from kvcompress_eval.comparison import need
 from kvcompress_eval.console import save_numbers
+from kvcompress_eval.options import Device, Dtype, Model
 from kvcompress_eval.prompts import chat_text
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def observe(
     question: Annotated[
         list[str] | None, typer.Option(help="About it; may be repeated. The first is answered.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     tokens: Annotated[int, typer.Option(min=200, help="Of the document, at most.")] = 1500,
     window: Annotated[int, typer.Option(min=1, help="Queries of a window.")] = 128,
     windows: Annotated[int, typer.Option(min=1, help="Of the prompt, from its end.")] = 8,
@@ -51,8 +52,8 @@ def observe(
     share: Annotated[
         float, typer.Option(min=0.001, max=1, help="Of the tokens that count as important.")
     ] = 0.1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     out: Annotated[Path, typer.Option(help="Picture; the numbers go beside it.")] = Path(
         "observe.png"
     ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcompress_eval.comparison import at_capacities
+from kvcompress_eval.options import Device, Dtype, Model
 from kvcompress_eval.prompts import chat_text
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def show(
     prompt: Annotated[
         Path | None, typer.Argument(help="File with the prompt; a needle in essays if none.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[list[str] | None, typer.Option(help="Policy, may be repeated.")] = None,
     capacity: Annotated[
         list[int] | None,
@@ -129,8 +130,8 @@ def show(
         bool, typer.Option(help="Use the tokenizer's chat template, if it has one.")
     ] = True,
     colours: Annotated[bool, typer.Option(help="Print the first policy's, too.")] = True,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("show.html"),
 ) -> None:
     """Show a prompt with each token shaded by how many heads kept it."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcompress_eval.console import save_numbers
+from kvcompress_eval.options import Device, Model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ def _collected(parts: "Iterator[Tensor]", shown: Callable[[int], None]) -> "Tens
 
 
 def stream(
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Policy, may be repeated; StreamingLLM with and without sinks if none."),
@@ -58,7 +59,7 @@ def stream(
     context: Annotated[int, typer.Option(min=8, help="Capacity, and the reference's.")] = 512,
     chunk: Annotated[int, typer.Option(min=2, help="Tokens fed at once.")] = 32,
     text: Annotated[Path | None, typer.Option(help="A text; essays are embedded.")] = None,
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
+    device: Device = None,
     out: Annotated[Path, typer.Option(help="The picture; numbers go beside it.")] = Path(
         "stream.png"
     ),

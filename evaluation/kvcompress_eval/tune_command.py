@@ -15,6 +15,7 @@ from kvcompress_eval.comparison import UNCOMPRESSED, need
 from kvcompress_eval.console import counted, show_table
 from kvcompress_eval.folder import RecordFile, enter_folder, of_model, versions
 from kvcompress_eval.needle import Kind, make_needle
+from kvcompress_eval.options import Chat, Device, Dtype, Model, NewTokens, OutFolder
 from kvcompress_eval.prompts import Prompt, read_prompt, tokenize
 from kvcompress_eval.provenance import commit, machine
 from kvcompress_eval.search_space import Setting, Space, families
@@ -75,7 +76,7 @@ def tune(
         list[Path] | None,
         typer.Argument(help="Files, a prompt each; needles in essays if none is given."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Hub id or path; smollm2 is embedded.")] = "smollm2",
+    model: Model = "smollm2",
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Policy, may be repeated; fields that it names are fixed. [snapkv]"),
@@ -116,12 +117,8 @@ def tune(
     kind: Annotated[
         list[Kind] | None, typer.Option(help="What is hidden; may be repeated. [number]")
     ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=2, help="Length of the continuation; the first does not count.")
-    ] = 32,
-    chat: Annotated[
-        bool, typer.Option(help="Use the tokenizer's chat template for files, if it has one.")
-    ] = True,
+    new_tokens: NewTokens = 32,
+    chat: Chat = True,
     batch: Annotated[
         int, typer.Option(min=1, help="Settings to draw before the prompts are gone through.")
     ] = 5,
@@ -129,9 +126,9 @@ def tune(
         float, typer.Option(min=0, help="GiB for caches of prompts, which are then read once.")
     ] = 2.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the search and of who is held back.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="CUDA if there is one, else cpu.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; it is gone on with.")] = Path("tune"),
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: OutFolder = Path("tune"),
 ) -> None:
     """Find the smallest cache that keeps a stated quality, and say how sure that is."""
     specs = policy or ["snapkv"]
