@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import typer
 from kvcompress_eval.console import show_table
+from kvcompress_eval.measure import size_of
 from rich.console import Console
 from transformers import DynamicCache
 
@@ -120,12 +121,13 @@ def converse(model: Any, tokenizer: Any, cache: Any, definitions: int) -> Run:
         answer = {"role": "assistant", "content": "<answer>"}
         added = [asked, answer, {"role": "tool", "content": result}]
     layers = cache.layers
+    held, held_bytes = size_of(cache)
     return Run(
         answers=answers,
         right=right,
         definitions_held=sum(_share(layer, definitions) for layer in layers) / len(layers),
-        held_tokens=max(layer.keys.shape[2] for layer in layers),
-        mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
+        held_tokens=held,
+        mib=held_bytes / 2**20,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import typer
 from kvcompress_eval.console import show_table
+from kvcompress_eval.measure import size_of
 from rich.console import Console
 from transformers import DynamicCache, TextStreamer
 
@@ -64,13 +65,13 @@ class Chat:
         )
         answer = self.tokenizer.decode(output[0, self.ids.shape[1] :], skip_special_tokens=True)
         self.ids = output  # as it was generated: the same text could have other tokens
-        layers = self.cache.layers
+        held, held_bytes = size_of(self.cache)
         turn = Turn(
             question=message,
             answer=answer.strip(),
             seen_tokens=self.cache.get_seq_length(),
-            held_tokens=max(layer.keys.shape[2] for layer in layers),
-            mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
+            held_tokens=held,
+            mib=held_bytes / 2**20,
         )
         self.turns.append(turn)
         return turn

@@ -19,7 +19,7 @@ from typing import Any
 import bm25s
 import typer
 from kvcompress_eval.console import show_table
-from kvcompress_eval.measure import cache_of
+from kvcompress_eval.measure import cache_of, size_of
 from rich.console import Console
 
 from kvcompress import press
@@ -113,15 +113,15 @@ def answer(
     new = output.sequences[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True).strip()
     cited, cited_by = cite(text, question, passages)
-    layers = cache_of(output).layers
+    held, held_bytes = size_of(cache_of(output))
     return Answer(
         text=text,
         cited=cited,
         cited_by=cited_by,
         right=says(text, expect),
         supported=cited is not None and says(passages[cited - 1], expect),
-        held_tokens=max(layer.keys.shape[2] for layer in layers),
-        mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
+        held_tokens=held,
+        mib=held_bytes / 2**20,
         prefill_seconds=timed.prefill_seconds,
         decode_ms=1000 * median(timed.decode_seconds or [0.0]),
     )

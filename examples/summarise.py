@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 from kvcompress_eval.console import show_table
-from kvcompress_eval.measure import cache_of
+from kvcompress_eval.measure import cache_of, size_of
 from rich.console import Console
 from rouge import Rouge
 
@@ -69,7 +69,7 @@ def summarise(
 ) -> Summary:
     """One summary: from the full cache without a policy, from chunks if their size is given."""
     given: dict[str, Any] = {
-        "max_new_tokens": 96,
+        "max_new_tokens": max_new_tokens,
         "do_sample": False,
         "return_dict_in_generate": True,
     }
@@ -80,8 +80,7 @@ def summarise(
             given[cache_argument(model)] = cache
         output = model.generate(**inputs, **given)
     seconds = clock() - started
-    layers = cache_of(output).layers
-    held = max(layer.keys.shape[2] for layer in layers)
+    held, held_bytes = size_of(cache_of(output))
     if session and chunk_size:
         report = cache.report()
         # Written after every forward; while the prompt is read, the look-ahead comes on top.
@@ -95,7 +94,7 @@ def summarise(
     return Summary(
         text=tokenizer.decode(new, skip_special_tokens=True).strip(),
         peak_tokens=held,
-        mib=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / 2**20,
+        mib=held_bytes / 2**20,
         seconds=seconds,
         rouge={},
     )

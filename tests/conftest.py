@@ -89,17 +89,9 @@ def make_model():
 def prompt():
     """Token ids, and for several lengths a left-padded batch with its mask."""
 
-    def make(*lengths, seed=1):
-        generator = torch.Generator().manual_seed(seed)
-        longest = max(lengths)
-        ids = torch.zeros(len(lengths), longest, dtype=torch.long)
-        mask = torch.zeros(len(lengths), longest, dtype=torch.long)
-        for row, length in enumerate(lengths):
-            ids[row, longest - length :] = torch.randint(1, 101, (length,), generator=generator)
-            mask[row, longest - length :] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+    from kvcompress.testing.models import random_prompt
 
-    return make
+    return random_prompt
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ import importlib
 import inspect
 from typing import Any
 
+from policy_pages import built_in
+
 ELSEWHERE = {
     "hookimpl": "kvcompress.hookspecs.hookimpl",
     "FAMILIES": "kvcompress.testing.models.FAMILIES",
@@ -82,7 +84,6 @@ def _path(name: str, package: Any = None) -> str:
 def _found() -> tuple[list[str], dict[str, str]]:
     """Public errors, the base first, and classes of built-in policies with the policies' names."""
     import kvcompress
-    from kvcompress.plugins import registry
 
     public = {name: getattr(kvcompress, name) for name in kvcompress.__all__}
     errors = [
@@ -91,10 +92,4 @@ def _found() -> tuple[list[str], dict[str, str]]:
         if inspect.isclass(thing) and issubclass(thing, Exception)
     ]
     errors.sort(key=lambda name: (name != "KVCompressError", name))
-    entries = registry().policies.values()
-    policies = {
-        entry.policy.__name__: entry.policy.name
-        for entry in entries
-        if entry.distribution == "kvcompress"
-    }
-    return errors, policies
+    return errors, {policy.__name__: name for name, policy in built_in().items()}

@@ -15,12 +15,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from kvcompress_eval.measure import kept_share
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
+from policy_pages import built_in
 
 from kvcompress import CompressedCache, LayerView, SnapKVPolicy, policy_from, press
-from kvcompress.plugins import registry
 from kvcompress.testing import record, tiny_model
+from kvcompress.testing.models import random_prompt
 
 matplotlib.use("Agg")
 
@@ -58,16 +60,6 @@ def _embedded() -> tuple[Any, Any, Any]:
     return model, torch.tensor([needle.input_ids]), needle
 
 
-def _share(cache: Any) -> Array:
-    """Share of the KV heads that hold each token, layers x tokens seen."""
-    rows = []
-    for layer in cache.layers:
-        held = torch.zeros(layer.positions.shape[1], layer.get_seq_length())
-        held.scatter_(1, layer.positions[0], 1.0)
-        rows.append(held.mean(dim=0))
-    return np.asarray(torch.stack(rows).numpy())
-
-
 @torch.inference_mode()
 def measure_policy(name: str) -> dict[str, Array]:
     """What a policy holds of the needle's prompt, and of the answer while it is generated.
@@ -83,7 +75,7 @@ def measure_policy(name: str) -> dict[str, Array]:
     for step in range(STEPS + 1):
         ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:]
         ids = ids.argmax(dim=-1)
-        share = _share(cache)
+        share = np.asarray(kept_share(cache, cache.get_seq_length()).numpy())
         if step == 0:
             layers = share
         life[step, : share.shape[1]] = share.mean(axis=0)
@@ -124,18 +116,6 @@ def measure_votes() -> dict[str, Array]:
     return found
 
 
-def _prompt(*lengths: int) -> dict[str, Any]:
-    """Token ids, left-padded, with their mask; the same for the same lengths."""
-    generator = torch.Generator().manual_seed(1)
-    longest = max(lengths)
-    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
-    mask = torch.zeros(len(lengths), longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, longest - length :] = torch.randint(1, 101, (length,), generator=generator)
-        mask[row, longest - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 COURSES = (
     "snapkv:capacity=32:window_size=8",
     "tova:capacity=32",
@@ -153,7 +133,7 @@ def measure_course() -> dict[str, Array]:
         cache = CompressedCache(model, text)
         ids = torch.zeros(1, 0, dtype=torch.long)
         for prompt in TURNS:
-            ids = torch.cat([ids, _prompt(prompt)["input_ids"]], dim=1)
+            ids = torch.cat([ids, random_prompt(prompt)["input_ids"]], dim=1)
             ids = model.generate(ids, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False)
         report = cache.report()
         history = np.asarray(report.history)
@@ -172,7 +152,7 @@ def measure_attention() -> dict[str, Array]:
     found = {}
     for number, text in enumerate(SEEN_BY):
         with press(model, text) as session, record(session) as evictions:
-            model.generate(**_prompt(FED), max_new_tokens=NEW, do_sample=False)
+            model.generate(**random_prompt(FED), max_new_tokens=NEW, do_sample=False)
         tokens = FED + NEW - 1
         visible = evictions.visible(1, 1, tokens, tokens)
         assert visible is not None
@@ -191,7 +171,7 @@ def measure_positions() -> dict[str, Array]:
     the first layer and the same key unrotated is its position times the pair's frequency.
     """
     model: Any = tiny_model()
-    inputs = _prompt(28)
+    inputs = random_prompt(28)
     found = {}
     for form in ("original", "cache"):
         policy = policy_from(f"streaming_llm:capacity=12:n_sink={SINKS}:positions={form}")
@@ -231,7 +211,7 @@ def measure_padding() -> dict[str, Array]:
     """What is held of a padded batch in one head, and of each row alone: 1 held, 2 padding."""
     model: Any = tiny_model()
     policy = "snapkv:capacity=14:window_size=4"
-    inputs = _prompt(*LENGTHS)
+    inputs = random_prompt(*LENGTHS)
     shown = np.zeros((2, len(LENGTHS), max(LENGTHS)), dtype=np.uint8)
     batch = _held(model, policy, inputs)
     for row, length in enumerate(LENGTHS):
@@ -399,12 +379,6 @@ DRAWINGS: dict[str, Callable[[Numbers], Any]] = {
 }
 
 
-def policy_names() -> list[str]:
-    """The built-in policies."""
-    found = registry().policies.items()
-    return [name for name, entry in found if entry.distribution == "kvcompress"]
-
-
 def digest(numbers: Numbers, subject: str) -> str:
     """Of the numbers of one picture; it is written into the file."""
     total = hashlib.sha256()
@@ -434,8 +408,7 @@ def main(subjects: list[str]) -> None:
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     FOLDER.mkdir(exist_ok=True)
     numbers: dict[str, Array] = dict(np.load(NUMBERS)) if NUMBERS.exists() else {}
-    policies = policy_names()
-    known = [*MEASURES, *policies]
+    known = [*MEASURES, *built_in()]
     strange = sorted(set(subjects) - set(known))
     if strange:
         sys.exit(f"No picture of {', '.join(strange)}; there are: {', '.join(known)}.")

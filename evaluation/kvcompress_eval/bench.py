@@ -22,7 +22,7 @@ from kvcompress.models import load
 from kvcompress.tensors import scoring_bytes
 from kvcompress.testing import PolicyContractError, check_policy, scores
 from kvcompress.timing import clock
-from kvcompress_eval.measure import cache_of, random_ids, timed_run
+from kvcompress_eval.measure import cache_of, forward, random_ids, timed_run
 from kvcompress_eval.memory import Allocations, Memory
 from kvcompress_eval.ratios import Ratio, compare, in_turn
 
@@ -95,12 +95,12 @@ def decode_ratio(model: Any, policy: Any, length: int, steps: int) -> Ratio:
     interval: int = getattr(policy.part("decode"), "interval", 1)
 
     def step(cache: Any) -> float:
-        return 1000 * _seconds(lambda: _forward(model, ids[:, :1], cache))
+        return 1000 * _seconds(lambda: forward(model, ids[:, :1], cache))
 
     with torch.inference_mode():
-        _forward(model, ids, compressed)
+        forward(model, ids, compressed)
         held = _held(compressed)
-        dense = cache_of(_forward(model, ids[:, : held + 1], None))
+        dense = cache_of(forward(model, ids[:, : held + 1]))
 
         def plain_step() -> float:
             # Also when the compressed cache goes first, both steps start from equal caches.
@@ -131,14 +131,14 @@ def prefill_ratio(model: Any, policy: Any, length: int, repeats: int) -> Ratio:
 
     def pressed() -> None:
         with press(model, policy):
-            _forward(model, ids, None)
+            forward(model, ids)
 
     with torch.inference_mode():
-        _forward(model, ids[:, :64], None)
+        forward(model, ids[:, :64])
         ours, plain = in_turn(
             repeats,
             lambda: _seconds(pressed),
-            lambda: _seconds(lambda: _forward(model, ids, None)),
+            lambda: _seconds(lambda: forward(model, ids)),
         )
     return compare(f"prefill of {length} with {policy} / plain prefill", "s", ours, plain)
 
@@ -251,14 +251,14 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
     ids = random_ids(model, options["length"])
     policy = options["policy"]
     with torch.inference_mode():
-        _forward(model, ids[:, :64], None)
+        forward(model, ids[:, :64])
         gc.collect()
         memory = Memory(model.device)
         if policy is None:
-            output = _forward(model, ids, None)
+            output = forward(model, ids)
         else:
             with press(model, policy):
-                output = _forward(model, ids, None)
+                output = forward(model, ids)
         result = {"peak": memory.peak()}
         cache = cache_of(output)
         del output
@@ -266,10 +266,6 @@ def _child(options: dict[str, Any]) -> dict[str, float]:
         result["lasting"] = memory.lasting()
         assert cache.get_seq_length() == options["length"]
     return result
-
-
-def _forward(model: Any, ids: Any, cache: Any) -> Any:
-    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 if __name__ == "__main__":

@@ -67,67 +67,36 @@ class Setup:
         return random_model(self.model, self.layers, self.device)
 
 
-def _decode(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.bench import decode_ratio
-
-    return [decode_ratio(setup.loaded, policy, setup.length, setup.steps)]
+Measurement = Callable[["Policy"], list[Ratio]]
 
 
-def _prefill(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.bench import prefill_ratio
+def measurements(setup: Setup) -> dict[What, Measurement]:
+    """What can be measured of a policy; models are loaded when they are first needed."""
+    from kvcompress_eval import bench as library
+    from kvcompress_eval import scaling
 
-    return [prefill_ratio(setup.loaded, policy, setup.length, setup.repeats)]
-
-
-def _first_token(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.bench import first_token_ratio
-
-    return [first_token_ratio(setup.loaded, policy, setup.length, setup.repeats)]
-
-
-def _memory(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.bench import memory_ratios
-
-    names = ("model", "length", "threads", "device")
-    options = {name: getattr(setup, name) for name in names}
-    return memory_ratios(options, policy.to_string(), setup.repeats)
-
-
-def _scoring(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.bench import scoring_ratio
-
-    return [scoring_ratio(setup.loaded, policy, setup.length)]
-
-
-def _questions(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.bench import question_ratio
-
-    return [question_ratio(setup.loaded, policy, setup.length, setup.repeats)]
-
-
-def _scaling(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.scaling import decode_over_lengths
-
-    return decode_over_lengths(setup.few_layers, policy, setup.lengths, setup.steps)
-
-
-def _split(setup: Setup, policy: "Policy") -> list[Ratio]:
-    from kvcompress_eval.scaling import split_over_lengths
-
-    rest = setup.lengths, setup.new_tokens, setup.repeats
-    return split_over_lengths(setup.few_layers, policy, *rest)
-
-
-MEASUREMENTS: dict[What, Callable[[Setup, "Policy"], list[Ratio]]] = {
-    What.decode: _decode,
-    What.prefill: _prefill,
-    What.first_token: _first_token,
-    What.memory: _memory,
-    What.scoring: _scoring,
-    What.questions: _questions,
-    What.scaling: _scaling,
-    What.parts: _split,
-}
+    length, repeats = setup.length, setup.repeats
+    options = {name: getattr(setup, name) for name in ("model", "length", "threads", "device")}
+    return {
+        What.decode: lambda policy: [
+            library.decode_ratio(setup.loaded, policy, length, setup.steps)
+        ],
+        What.prefill: lambda policy: [library.prefill_ratio(setup.loaded, policy, length, repeats)],
+        What.first_token: lambda policy: [
+            library.first_token_ratio(setup.loaded, policy, length, repeats)
+        ],
+        What.memory: lambda policy: library.memory_ratios(options, policy.to_string(), repeats),
+        What.scoring: lambda policy: [library.scoring_ratio(setup.loaded, policy, length)],
+        What.questions: lambda policy: [
+            library.question_ratio(setup.loaded, policy, length, repeats)
+        ],
+        What.scaling: lambda policy: scaling.decode_over_lengths(
+            setup.few_layers, policy, setup.lengths, setup.steps
+        ),
+        What.parts: lambda policy: scaling.split_over_lengths(
+            setup.few_layers, policy, setup.lengths, setup.new_tokens, repeats
+        ),
+    }
 
 
 def bench(
@@ -180,11 +149,12 @@ def bench(
         if not check_contracts(each):
             unchecked.append(each.to_string())
             console.print(f"{each}: too large for the contract suite, so not checked by it.")
-    wanted = MEASUREMENTS if what is What.all else [what]
-    jobs = [(MEASUREMENTS[name], each) for each in chosen for name in wanted]
+    known = measurements(setup)
+    wanted = known if what is What.all else [what]
+    jobs = [(known[name], each) for each in chosen for name in wanted]
     ratios: list[Ratio] = []
     for measure, each in track(jobs, description="measuring", console=console):
-        ratios += measure(setup, each)
+        ratios += measure(each)
     show_table(console, f"{model}, {threads} threads", table_of(ratios))
     if out is not None:
         record = {

@@ -25,6 +25,7 @@ from kvcompress.hosting import CompressedCache
 from kvcompress.policy import Policy
 from kvcompress.session import cache_argument
 from kvcompress.spans import role_ranges, text_ranges
+from kvcompress_eval import measure
 from kvcompress_eval.one_prefill import OnePrefill, end_tokens, feed, settled
 
 KEY = 'disclose nothing and answer only: "I am not able to help with that."'
@@ -171,12 +172,7 @@ def compressed(
 
 def kept_share(cache: CompressedCache, span: tuple[int, int]) -> float:
     """Share of a span's rows that a cache holds, mean over layers and heads."""
-    shares = [
-        ((layer.positions >= span[0]) & (layer.positions < span[1])).sum(dim=-1).float().mean()
-        for layer in cache.layers
-        if isinstance(layer, KVLayer)
-    ]
-    return float(torch.stack(shares).mean()) / (span[1] - span[0])
+    return float(measure.kept_share(cache, span[1])[:, span[0] :].mean())
 
 
 def ask(

@@ -72,10 +72,8 @@ def timed_run(
     if policy is None:
         output = generate(input_ids, **options)
         cache = cache_of(output)
-        layers = [layer for layer in cache.layers if layer.keys is not None]
         seen = cache.get_seq_length()
-        held = max(layer.keys.shape[2] for layer in layers)
-        held_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        held, held_bytes = size_of(cache)
         kept = None
     else:
         with press(model, policy) as session:
@@ -114,21 +112,33 @@ def random_ids(model: PreTrainedModel, length: int) -> Tensor:
     return torch.randint(5, vocabulary, (1, length), generator=generator).to(model.device)
 
 
+def forward(model: Any, ids: Tensor, cache: Any = None) -> Any:
+    """The output of one call with the last token's logits alone, its cache in it."""
+    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
 def cache_of(output: Any) -> Any:
     """The cache in a model's output; the field was renamed in transformers 5.24."""
     return output.cache if "cache" in output else output.past_key_values
 
 
-def kept_share(cache: Any, prompt: int) -> Tensor:
-    """Share of KV heads that hold each of the first `prompt` tokens, hosted layers x prompt."""
+def size_of(cache: Any) -> tuple[int, int]:
+    """Rows of the layer that holds most, and bytes of all rows, slack not counted; of any cache."""
+    layers = [layer for layer in cache.layers if layer.keys is not None]
+    held = max(layer.keys.shape[2] for layer in layers)
+    return held, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+def kept_share(cache: Any, tokens: int) -> Tensor:
+    """Share of KV heads that hold each of the first `tokens` tokens, hosted layers x tokens."""
     rows = []
     for layer in cache.layers:
         if not hasattr(layer, "positions"):
             continue
         positions = layer.positions[0].cpu()
-        held = torch.zeros(positions.shape[0], int(positions.max()) + 1)
+        held = torch.zeros(positions.shape[0], layer.get_seq_length())
         held.scatter_(1, positions, 1.0)
-        rows.append(held[:, :prompt].mean(dim=0))
+        rows.append(held[:, :tokens].mean(dim=0))
     return torch.stack(rows)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvcompress import CompressedCache
 from kvcompress.timing import clock
-from kvcompress_eval.measure import cache_of, random_ids, timed_run
+from kvcompress_eval.measure import cache_of, forward, random_ids, timed_run
 from kvcompress_eval.ratios import Ratio, compare, in_turn
 
 WARM_UP = 3
@@ -28,14 +28,14 @@ def decode_over_lengths(model: Any, policy: Any, lengths: Sequence[int], steps: 
         for length in lengths:
             ids = random_ids(model, length)
             compressed = CompressedCache(model, policy, prompt_length=length)
-            _forward(model, ids, compressed)
-            caches[length] = compressed, cache_of(_forward(model, ids, None))
+            forward(model, ids, compressed)
+            caches[length] = compressed, cache_of(forward(model, ids))
             times[length] = [], []
         token = random_ids(model, 1)
 
         def step(cache: Any) -> float:
             started = clock()
-            _forward(model, token, cache)
+            forward(model, token, cache)
             return 1000 * (clock() - started)
 
         for number in range(steps + WARM_UP):
@@ -81,7 +81,3 @@ def split_over_lengths(
             name = f"{title} after {length} with {policy} / plain"
             found.append(compare(name, "s", ours, plain, length))
     return found
-
-
-def _forward(model: Any, ids: Any, cache: Any) -> Any:
-    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -27,7 +27,7 @@ from kvcompress.plugins import policy_from, registry
 from kvcompress.policy import DecodePolicy, LayerView, Policy
 from kvcompress.session import cache_argument, press
 from kvcompress.tensors import newest_of
-from kvcompress.testing.models import tiny_model
+from kvcompress.testing.models import random_prompt, tiny_model
 from kvcompress.testing.oracle import oracle, record
 from kvcompress.testing.selection import kept_positions, view_of
 
@@ -277,15 +277,7 @@ def _model(attn: str) -> PreTrainedModel:
     return tiny_model("llama", attn=attn, num_hidden_layers=LAYERS)
 
 
-def _prompt(*lengths: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    longest = max(lengths)
-    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, longest - length :] = torch.randint(1, 101, (length,), generator=generator)
-        mask[row, longest - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+_prompt = functools.partial(random_prompt, seed=3)
 
 
 def _generate(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int, **more: Any) -> Any:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _COMMON: dict[str, Any] = {
@@ -126,3 +127,18 @@ def tiny_model(
     model.generation_config.pad_token_id = 0
     result: PreTrainedModel = model.eval()
     return result
+
+
+def random_prompt(*lengths: int, seed: int = 1) -> dict[str, Tensor]:
+    """Token ids for a tiny model, batch x longest, left-padded with 0, and their mask.
+
+    The same for the same lengths and seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.randint(1, 101, (length,), generator=generator)
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}

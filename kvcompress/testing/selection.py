@@ -11,7 +11,7 @@ from kvcompress.errors import PolicyConfigError, ShapeError, UnsupportedModeErro
 from kvcompress.fair import judge_spans
 from kvcompress.plugins import policy_from
 from kvcompress.policy import LayerView, Policy
-from kvcompress.selection import batch_budget, final_scores, judge, select_rows
+from kvcompress.selection import batch_budget, final_scores, judge
 from kvcompress.tensors import left_padding, positions_of, top_positions
 
 
@@ -53,12 +53,8 @@ def kept_positions(
     columns = torch.arange(view.held, device=key.device).expand_as(view.positions)
     if view.budget == view.held:
         index = columns
-    elif policy.fair:
-        index = top_positions(
-            final_scores([judge_spans(policy, view, _pads(view))])[0], view.budget
-        )
     else:
-        index = select_rows(policy, view, view.budget)
+        index = top_positions(_final_scores(policy, view), view.budget)
     return torch.where(view.valid.gather(2, index), index, -1)
 
 
@@ -84,14 +80,14 @@ def scores(
     view = view_of(
         policy, query, key, value, scaling, attention_mask, layer_idx, num_layers, wanted
     )
+    return _final_scores(policy, view)
+
+
+def _final_scores(policy: Policy, view: LayerView) -> Float32[Tensor, "batch kv_heads held"]:
     if policy.fair and view.budget < view.held:
-        return final_scores([judge_spans(policy, view, _pads(view))])[0]
+        pads = (~view.valid[:, 0]).sum(dim=-1).tolist()
+        return final_scores([judge_spans(policy, view, pads)])[0]
     return final_scores([judge(policy, view)])[0]
-
-
-def _pads(view: LayerView) -> list[int]:
-    pads: list[int] = (~view.valid[:, 0]).sum(dim=-1).tolist()
-    return pads
 
 
 def _of_prompt(spec: Policy | str | Mapping[str, Any]) -> Policy:
