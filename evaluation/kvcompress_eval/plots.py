@@ -375,7 +375,7 @@ def plot_tuning(tuned: Tuned, path: Path, title: str) -> None:
 
     Bars go from the mean down to the lower bound that decides.
     """
-    figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 7.6), layout="constrained")
     x, y = _held(tuned.searched), [each.quality.value for each in tuned.searched]
     axis.scatter(x, y, s=16, color="0.72", label="tried, searching prompts")
     ahead = front(tuned.searched)
@@ -384,9 +384,12 @@ def plot_tuning(tuned: Tuned, path: Path, title: str) -> None:
     axis.step(x, [*y, y[-1]], where="post", color="0.45", lw=1.2, label="their Pareto front")
     bound = f"down to the {tuned.confidence:.0%} lower bound"
     _bars(axis, tuned.judged, "o", "tab:blue", f"candidates, held-back prompts, {bound}")
-    looks = zip("sD^v", ("tab:red", "tab:orange", "tab:purple", "tab:brown"), strict=True)
-    for (name, each), (marker, colour) in zip(tuned.references.items(), looks, strict=False):
-        _bars(axis, [each], marker, colour, f"{name}: {each.policy}")
+    looks = zip("sDsD", ("tab:red", "tab:orange", "tab:purple", "tab:brown"), strict=True)
+    for number, (look, (name, each)) in enumerate(
+        zip(looks, tuned.references.items(), strict=False)
+    ):
+        # The later ones may lie on the first two.
+        _bars(axis, [each], *look, f"{name}: {each.policy}", hollow=number > 1)
     axis.axhline(tuned.level, color="black", ls="--", lw=1, label=f"asked for: {tuned.level:g}")
     axis.axvline(tuned.whole, color="gray", ls=":", lw=1, label=f"whole cache, {tuned.whole:.0f}")
     best = tuned.recommended
@@ -422,7 +425,14 @@ def _held(outcomes: Sequence[Outcome]) -> list[float]:
     return [each.held_tokens for each in outcomes]
 
 
-def _bars(axis: Any, outcomes: Sequence[Outcome], marker: str, colour: str, label: str) -> None:
+def _bars(
+    axis: Any,
+    outcomes: Sequence[Outcome],
+    marker: str,
+    colour: str,
+    label: str,
+    hollow: bool = False,
+) -> None:
     means = [each.quality.value for each in outcomes]
     down = [max(0.0, each.quality.value - each.bound) for each in outcomes]
     axis.errorbar(
@@ -430,7 +440,8 @@ def _bars(axis: Any, outcomes: Sequence[Outcome], marker: str, colour: str, labe
         means,
         yerr=[down, [0.0] * len(down)],
         fmt=marker,
-        ms=6,
+        ms=10 if hollow else 6,
+        mfc="none" if hollow else colour,
         lw=1.4,
         capsize=3,
         color=colour,

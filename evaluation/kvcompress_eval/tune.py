@@ -431,11 +431,11 @@ def recommended(judged: Sequence[Outcome], level: float) -> Outcome | None:
     """The last to pass when they are tested from the most tokens held to the first that fails.
 
     Args:
-        judged: On prompts that were held back.
+        judged: On prompts that were held back; of several that hold as much the preferred one first.
         level: What the lower bound must reach.
     """
     passed = None
-    for each in sorted(judged, key=lambda each: (-each.held_tokens, each.policy)):
+    for each in sorted(reversed(judged), key=lambda each: -each.held_tokens):
         if each.bound < level:
             break
         passed = each

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvcompress_eval.fidelity import Estimate
 
 DEFAULTS = "authors' defaults"
-AUTHORS = {DEFAULTS: "snapkv", "authors' for LongBench": "snapkv:kernel_size=7:pooling=max"}
+AUTHORS = {DEFAULTS: "snapkv", "authors' LongBench settings": "snapkv:kernel_size=7:pooling=max"}
 """SnapKV's, with a window of 32."""
 ROWS = {1: "as many rows", 2: "twice the rows"}
 GOLDEN = 0.618

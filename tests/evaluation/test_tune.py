@@ -271,6 +271,9 @@ def test_the_last_that_passes_is_recommended():
     passes = [outcome_of(str(held), held, 1, bound) for held, bound in ((40, 0.85), (90, 0.8))]
     fails, smallest = outcome_of("30", 30, 1, 0.7), outcome_of("20", 20, 1, 0.9)
     assert recommended([smallest, passes[0], fails, passes[1]], 0.8) is passes[0]
+    like_it = outcome_of("like it", 40, 1, 0.9)
+    assert recommended([*passes, like_it], 0.8) is passes[0]
+    assert recommended([like_it, *passes], 0.8) is like_it
     assert recommended([*passes, outcome_of("100", 100, 1, 0.79)], 0.8) is None
 
 
