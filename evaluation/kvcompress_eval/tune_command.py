@@ -484,6 +484,6 @@ def sentences(tuned: Tuned) -> list[str]:
 LEGEND = (
     "±: standard error by bootstrap over prompts. held: rows in the end, mean over layers, the "
     "answer's included. KL: of the uncompressed from the compressed distribution, mean of tokens. "
-    "gain on it: what the recommended policy keeps more on the same prompts. Candidates are tested "
+    "gain: what the recommended policy keeps more on the same prompts. Candidates are tested "
     "from the most rows down to the first whose bound is too low."
 )
