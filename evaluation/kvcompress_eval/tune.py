@@ -431,7 +431,7 @@ def recommended(judged: Sequence[Outcome], level: float) -> Outcome | None:
     """The last to pass when they are tested from the most tokens held to the first that fails.
 
     Args:
-        judged: On prompts that were held back; the preferred one of several that hold as much first.
+        judged: On prompts that were held back; of some that hold as much, the preferred one first.
         level: What the lower bound must reach.
     """
     passed = None

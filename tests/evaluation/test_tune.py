@@ -507,7 +507,7 @@ def test_wide_pooling_is_recommended_for_real_needles(call, tmp_path):
 
     out = tmp_path / "tune"
     code, _, err = call(
-        "tune", "--needles", 5, "--searching", 2, "--tokens", 150, "--at-least", 0.3, "--capacity",
+        "tune", "--needles", 4, "--searching", 2, "--tokens", 150, "--at-least", 0.2, "--capacity",
         120, "--policy", "snapkv:window_size=8", "--search", "kernel_size=5,21", "--settings", 4,
         "--device", "cpu", "--out", out,
     )  # fmt: skip
