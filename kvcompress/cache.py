@@ -360,6 +360,7 @@ class KVLayer(DynamicLayer, HostedLayer):
         if policy.later_turns == "keep" and state.turn.start:
             return rows, 0
         budget = batch_budget(policy, state.prompt_lengths(), self.index, state.num_layers)
+        budget += budget if state.spare is None else state.spare
         if policy.later_turns == "revote":
             return budget, 0
         assert state.turn.end is not None

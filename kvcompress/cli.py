@@ -43,6 +43,10 @@ def generate(
         int | None,
         typer.Option(min=0, help="The prompt's last tokens that vote after every chunk."),
     ] = None,
+    spare: Annotated[
+        int | None,
+        typer.Option(min=0, help="Rows kept beyond the capacity until all chunks were read."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 256,
     chat: Annotated[
         bool, typer.Option(help="Use the tokenizer's chat template, if it has one.")
@@ -56,8 +60,10 @@ def generate(
 ) -> None:
     """Answer a long prompt from a compressed cache."""
     chosen = policy_from(policy)
-    if lookahead is not None and prefill_chunk_size is None:
-        raise typer.BadParameter("--lookahead is for --prefill-chunk-size; give that too.")
+    chunks = {"chunk_size": prefill_chunk_size, "lookahead": lookahead, "spare": spare}
+    for name in ("lookahead", "spare"):
+        if chunks[name] is not None and prefill_chunk_size is None:
+            raise typer.BadParameter(f"--{name} is for --prefill-chunk-size; give that too.")
     text = _read(prompt)
     import torch
     from rich.columns import Columns
@@ -71,7 +77,6 @@ def generate(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
     if sample:
         options["temperature"] = temperature
-    chunks = {"chunk_size": prefill_chunk_size, "lookahead": lookahead}
     answers = []
     for title, each in [("compressed", chosen)] + ([("uncompressed", None)] if compare else []):
         torch.manual_seed(seed)

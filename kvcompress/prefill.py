@@ -82,6 +82,8 @@ class ChunkedPrefill:
         lookahead: How many of the prompt's last tokens vote after every chunk; None for
             `default_lookahead`. With 0 every chunk is judged by its own end.
         hold_back: How many tokens at the prompt's end are to be fed again.
+        spare: Rows beyond its budget that every layer keeps until the prompt's end; None for as
+            many as the budget.
 
     Raises:
         PolicyConfigError: The policy's budget is not fixed, or leaves no room beside these tokens.
@@ -100,6 +102,7 @@ class ChunkedPrefill:
         chunk_size: Any,
         lookahead: Any,
         hold_back: Any,
+        spare: Any = 0,
     ) -> None:
         state = state_of(cache)
         assert state is not None
@@ -120,12 +123,15 @@ class ChunkedPrefill:
             shortest = int(self._mask.sum(dim=1).min())
             lookahead = min(lookahead, max(shortest - max(hold_back, 1), 0))
         self._chunk, self._lookahead, self._hold_back = chunk_size, lookahead, hold_back
+        self._spare = spare
         self._check()
 
     def _check(self) -> None:
         total, policy, layers = self._ids.shape[1], self._state.policy, self._state.num_layers
         sizes = {"chunk_size": (self._chunk, 1), "lookahead": (self._lookahead, 0)}
         sizes |= {"hold_back": (self._hold_back, 0)}
+        if self._spare is not None:
+            sizes["spare"] = (self._spare, 0)
         for name, (value, least) in sizes.items():
             if not isinstance(value, int) or value < least:
                 raise ShapeError(f"{name}={value!r} must be a whole number, at least {least}.")
@@ -184,6 +190,7 @@ class ChunkedPrefill:
         last = total - self._chunk - self._lookahead
         observed = self._state.policy.observer("prefill") is not None
         self._state.total = total - self._hold_back if observed else total
+        self._state.spare = self._spare
         for end in reversed(range(last, 0, -self._chunk)):
             if self._lookahead:
                 self._read(fed, end)
@@ -193,6 +200,7 @@ class ChunkedPrefill:
             fed = end
             if progress is not None:
                 progress(fed, total)
+        self._state.spare = 0
         self._read_end(fed, total)
         self._state.total = None
         if progress is not None:

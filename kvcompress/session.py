@@ -148,13 +148,15 @@ class Session:
         chunk_size: int,
         lookahead: int | None = None,
         hold_back: int = 1,
+        spare: int | None = None,
         progress: Progress | None = None,
     ) -> CompressedCache:
         """Read a prompt of any length in memory that does not depend on it.
 
-        The prompt goes through in chunks, and after each of them the cache is cut to the policy's
-        budget: it never holds more than that and a chunk. With one chunk it holds what an ordinary
-        prefill keeps. Memory is O(capacity + chunk), time O(prompt x (capacity + chunk)).
+        The prompt goes through in chunks, and after each of them the cache is cut to a working
+        capacity, the policy's budget and `spare`; at the end to the budget. It never holds more
+        than the working capacity, a chunk and the look-ahead. With one chunk it holds what an
+        ordinary prefill keeps. Memory is O(capacity + chunk), time O(prompt x (capacity + chunk)).
 
             cache = session.prefill(input_ids, chunk_size=512)
             model.generate(input_ids, past_key_values=cache, max_new_tokens=100)
@@ -172,6 +174,9 @@ class Session:
             hold_back: Tokens at the end that are left out of the cache, but not of the votes, so
                 that `generate` with the whole prompt has something to feed. 0 for a context that
                 will be asked about later.
+            spare: Rows beyond its budget that every layer keeps until the prompt's end, so that
+                fewer go for good before all was read; as many as its budget unless given. 0 takes
+                least memory.
             progress: Called with the tokens that were read, and all of them.
 
         Returns:
@@ -192,6 +197,7 @@ class Session:
             chunk_size=chunk_size,
             lookahead=lookahead,
             hold_back=hold_back,
+            spare=spare,
         )
         run.run(progress)
         cache.hold_back(input_ids[:, input_ids.shape[1] - hold_back :].clone())

@@ -87,6 +87,8 @@ class CacheState:
         self.torn = False
         self.passing = 0
         """How many of the newest rows will be taken out again after they were judged by."""
+        self.spare: int | None = 0
+        """Rows that every layer keeps beyond its budget; as many again if None."""
         self.total: int | None = None
         """Tokens of a prompt that comes in chunks, each with an eviction. Its padding is known, and
         masks need not tell it: a chunk may be nothing else."""

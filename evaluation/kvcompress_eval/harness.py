@@ -103,6 +103,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             on their length; see `Session.prefill`. No effect with `policy=none`.
         lookahead: With `prefill_chunk_size`: the prompt's last tokens that vote after every chunk.
             None do with `compress=context`.
+        spare: With `prefill_chunk_size`: rows beyond its budget that every layer keeps until all
+            chunks were read.
         **arguments: Fields of the policy, and whatever HFLM takes.
 
     Raises:
@@ -121,6 +123,7 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         rolling: Literal["refuse", "uncompressed"] = "refuse",
         prefill_chunk_size: int | None = None,
         lookahead: int | None = None,
+        spare: int | None = None,
         **arguments: Any,
     ) -> None:
         self.settings: dict[str, Any] = {
@@ -129,13 +132,14 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
             "rolling": rolling,
             "prefill_chunk_size": prefill_chunk_size,
             "lookahead": lookahead,
+            "spare": spare,
         }
         check_settings(self.settings)
         fields, arguments = split_fields(arguments, self.settings, HFLM)
         self.policy = make_policy(policy, fields)
         if self.policy is None:
             # Not recorded either: such a run reads every prompt at once.
-            self.settings |= {"prefill_chunk_size": None, "lookahead": None}
+            self.settings |= {"prefill_chunk_size": None, "lookahead": None, "spare": None}
         if compress == "context" and arguments.get("truncation"):
             raise EvaluationError(
                 "model_args: truncation=True cuts prompts where compress=context needs to find "
@@ -408,7 +412,8 @@ class SnapKVLM(HFLM):  # type: ignore[misc]
         lookahead = 0 if self._splits_contexts else self.settings["lookahead"]
         if lookahead is not None:
             lookahead = min(lookahead, int(mask.sum(dim=1).min()) - 1)
-        return {"chunk_size": self.settings["prefill_chunk_size"], "lookahead": lookahead}
+        chunk, spare = self.settings["prefill_chunk_size"], self.settings["spare"]
+        return {"chunk_size": chunk, "lookahead": lookahead, "spare": spare}
 
     def _feed(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
         """Logits of all `ids` but, for the first call on a cache, only those of the last token."""

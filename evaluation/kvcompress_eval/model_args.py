@@ -30,17 +30,18 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise EvaluationError(
                 f"model_args: {name}={settings[name]!r}; it can be {' or '.join(allowed)}."
             )
-    chunk, lookahead = settings["prefill_chunk_size"], settings["lookahead"]
-    for name, value, least in (("prefill_chunk_size", chunk, 1), ("lookahead", lookahead, 0)):
+    for name, least in (("prefill_chunk_size", 1), ("lookahead", 0), ("spare", 0)):
+        value = settings[name]
         if value is not None and (not isinstance(value, int) or value < least):
             raise EvaluationError(
                 f"model_args: {name}={value!r}; it is a number of tokens, at least {least}."
             )
-    if lookahead is not None and chunk is None:
-        raise EvaluationError(
-            "model_args: lookahead is for prompts that are read in chunks; give prefill_chunk_size "
-            "too."
-        )
+    for name in ("lookahead", "spare"):
+        if settings[name] is not None and settings["prefill_chunk_size"] is None:
+            raise EvaluationError(
+                f"model_args: {name} is for prompts that are read in chunks; give "
+                "prefill_chunk_size too."
+            )
 
 
 def split_fields(

@@ -1,5 +1,6 @@
 """`kvcompress needle`: what is found of a needle, over depth and length, under any policies."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Setting:
     policy: "Policy | None"
     chunk_size: int | None = None
     lookahead: int | None = None
+    spare: int | None = None
 
     @property
     def label(self) -> str:
@@ -38,7 +40,8 @@ class Setting:
         if self.chunk_size is None:
             return name
         ahead = "default" if self.lookahead is None else self.lookahead
-        return f"{name}, chunks of {self.chunk_size}, look-ahead {ahead}"
+        spare = "default" if self.spare is None else self.spare
+        return f"{name}, chunks of {self.chunk_size}, look-ahead {ahead}, spare {spare}"
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,16 @@ class Share:
 
 
 def settings_for(
-    policies: Sequence["Policy"], chunk_size: int | None, lookaheads: Sequence[int]
+    policies: Sequence["Policy"],
+    chunk_size: int | None,
+    lookaheads: Sequence[int],
+    spares: Sequence[int],
 ) -> list[Setting]:
-    """Every policy with an ordinary prefill, and in chunks with each look-ahead if asked for."""
+    """Every policy with an ordinary prefill, and if asked for in chunks in each of these ways."""
     found = [Setting(None), *(Setting(policy) for policy in policies)]
     if chunk_size is not None:
-        wanted: Sequence[int | None] = lookaheads or (None,)
-        found += [Setting(each, chunk_size, ahead) for each in policies for ahead in wanted]
+        ways = list(itertools.product(policies, lookaheads or (None,), spares or (None,)))
+        found += [Setting(each, chunk_size, ahead, spare) for each, ahead, spare in ways]
     return found
 
 
@@ -138,7 +144,10 @@ def _alone(model: Any, ids: Any, setting: Setting) -> tuple[list[int], int]:
     with press(model, setting.policy) as session:
         if setting.chunk_size is not None:
             given[cache_argument(model)] = session.prefill(
-                ids, chunk_size=setting.chunk_size, lookahead=setting.lookahead
+                ids,
+                chunk_size=setting.chunk_size,
+                lookahead=setting.lookahead,
+                spare=setting.spare,
             )
         output = model.generate(ids, **given)
     held = max(layer.held_tokens for layer in session.report().layers)
@@ -196,6 +205,10 @@ def needle(
         list[int] | None,
         typer.Option(min=0, help="With that: how many of the last tokens vote; may be repeated."),
     ] = None,
+    spare: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="With that: rows kept until all was read; may be repeated."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     out: OutFolder = Path("needle"),
@@ -206,12 +219,14 @@ def needle(
 
     from kvcompress.models import load
 
-    if lookahead and prefill_chunk_size is None:
-        raise EvaluationError("--lookahead is for --prefill-chunk-size; give that too.")
+    for name, given in (("lookahead", lookahead), ("spare", spare)):
+        if given and prefill_chunk_size is None:
+            raise EvaluationError(f"--{name} is for --prefill-chunk-size; give that too.")
     need("matplotlib", "The picture", "plots")
     specs = policy or DEFAULT
     amounts = capacity or ([256, 512] if policy is None else [])
-    settings = settings_for(at_capacities(specs, amounts), prefill_chunk_size, lookahead or [])
+    chosen = at_capacities(specs, amounts)
+    settings = settings_for(chosen, prefill_chunk_size, lookahead or [], spare or [])
     prompts = [
         Prompt(each, length, number / max(depths - 1, 1), seed)
         for each in kind or [Kind.number]

@@ -50,8 +50,13 @@ def test_generate_in_chunks(call, saved_model, tmp_path):
     assert (code, plain) == call("generate", *options, "--policy", ample, *chunks)[:2]
     code, _, err = call("generate", *options, "--policy", small, *chunks, "--lookahead", 16)
     assert code == 0 and "45 of" in err
-    code, out, err = call("generate", *options, "--policy", small, "--lookahead", 16)
-    assert code == 2 and out == "" and "--prefill-chunk-size" in err
+    for option in ("--lookahead", "--spare"):
+        code, out, err = call("generate", *options, "--policy", small, option, 16)
+        assert code == 2 and out == "" and "--prefill-chunk-size" in err
+    code, _, err = call("generate", *options, "--policy", small, *chunks, "--spare", 400)
+    assert code == 0 and "45 of" in err
+    code, out, err = call("generate", *options, "--policy", small, *chunks, "--spare", -1)
+    assert code == 2 and out == "" and "--spare" in err
     code, out, err = call("generate", *options, "--policy", small, *chunks, "--lookahead", 90)
     assert code == 1 and out == "" and "lookahead=90" in err
 

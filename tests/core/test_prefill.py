@@ -79,6 +79,26 @@ def test_one_chunk_keeps_what_an_ordinary_prefill_keeps(make_model, prompt, poli
         assert output[0, 70:].tolist() == logits.argmax(dim=-1)[:, 0].tolist()
 
 
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_with_rows_to_spare_for_all_it_keeps_what_an_ordinary_prefill_keeps(
+    make_model, prompt, policy
+):
+    from kvcompress import CompressedCache, press
+
+    if policy == POLICIES["no query"]:
+        pytest.skip("equal tokens have equal keys in the first layer, and rounding would decide")
+    model, ids = make_model(), prompt(130)["input_ids"]
+    ordinary = CompressedCache(model, policy, prompt_length=130)
+    model(ids, past_key_values=ordinary)
+    session = press(model, policy)
+    cache = session.prefill(ids, chunk_size=16, spare=130)
+    same_rows(cache, ordinary)
+    least = session.prefill(ids, chunk_size=16, spare=0)
+    if policy != POLICIES["recent"]:
+        with pytest.raises(AssertionError):
+            same_rows(least, cache)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_left_alone_forget_what_looked_ahead(make_model, prompt, family):
     """The chunked prefill of a capacity that is never reached gives the plain model's answer."""
@@ -130,14 +150,20 @@ def bounded(model, policy, inputs, tokens=6, **options):
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("chunk_size", [7, 16, 40])
-def test_memory_is_bounded_and_answers_are_the_oracles(make_model, prompt, policy, chunk_size):
+@pytest.mark.parametrize(("chunk_size", "spare"), [(7, 0), (16, 0), (40, 0), (16, None), (7, 10)])
+def test_memory_is_bounded_and_answers_are_the_oracles(
+    make_model, prompt, policy, chunk_size, spare
+):
     from kvcompress.testing import oracle
 
     model, inputs = make_model(), prompt(130)
-    cache, output, evictions, steps = bounded(model, policy, inputs, chunk_size=chunk_size)
-    most = max(held for _, held in cache.report().history)
-    assert most <= 3 * (24 + chunk_size + 2 * 6)  # layers x (budget, chunk, look-ahead twice)
+    options = {"chunk_size": chunk_size, "spare": spare}
+    cache, output, evictions, steps = bounded(model, policy, inputs, **options)
+    history = [held for seen, held in cache.report().history if seen < 130]
+    most, extra = max(history), 24 if spare is None else spare
+    # layers x (budget, spare rows, chunk, look-ahead twice)
+    assert most <= 3 * (24 + extra + chunk_size + 2 * 6)
+    assert most >= 3 * (24 + extra)
     fed = [step for step, _ in steps]
     assert fed == sorted(set(fed)) and fed[-1] == 130
     assert len(fed) >= (130 - 12) // chunk_size
@@ -221,6 +247,7 @@ def test_policies_that_keep_a_record(make_model, prompt):
             r"lookahead=\d+ \(as many queries as it reads\)",
         ),
         (POLICY, {"lookahead": -1}, "ShapeError", r"lookahead=-1"),
+        (POLICY, {"spare": -1}, "ShapeError", r"spare=-1 must be a whole number, at least 0"),
         (POLICY, {"hold_back": 130}, "ShapeError", r"hold_back=130, and the prompt has 130"),
         (POLICY, {"lookahead": 24}, "PolicyConfigError", r"keeps 24 rows .* lookahead=24"),
         ("snapkv:keep_ratio=0.5", {}, "PolicyConfigError", r"share of the prompt"),

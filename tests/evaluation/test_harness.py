@@ -229,8 +229,10 @@ def test_prompts_are_read_in_chunks(make_lm, fields):
     assert given[0][0] == given[1][0]
     assert given[0][1] == pytest.approx(given[1][1], abs=1e-4)
     ids = torch.tensor([lm.tok_encode(PROMPTS[2])])
+    lm = make_lm(**fields, prefill_chunk_size=48, spare=3)
+    given[0] = lm.generate_until(questions(PROMPTS, tokens=12)), given[0][1]
     with press(lm.model, lm.policy) as session:
-        cache = session.prefill(ids, chunk_size=48)
+        cache = session.prefill(ids, chunk_size=48, spare=3)
         output = lm.model.generate(
             ids, **{lm._cache_name: cache}, max_new_tokens=12, do_sample=False
         )
@@ -401,6 +403,7 @@ def test_contexts_whose_budgets_change_with_their_questions(make_lm):
         ({"rolling": "off"}, "EvaluationError", ["refuse or uncompressed"]),
         ({"prefill_chunk_size": 0}, "EvaluationError", ["prefill_chunk_size=0", "at least 1"]),
         ({"lookahead": 4}, "EvaluationError", ["lookahead", "give prefill_chunk_size"]),
+        ({"spare": 4}, "EvaluationError", ["spare is for", "give prefill_chunk_size"]),
         ({"policy": "h2o", "kernel_size": 5}, "PolicyConfigError", ["kernel_size", "recent_ratio"]),
         ({"policy": "snapk"}, "UnknownPolicyError", ["snapk", "snapkv"]),
         ({"policy": "none", "capacity": 64}, "PolicyConfigError", ["none", "capacity"]),
@@ -611,7 +614,7 @@ def test_a_request_cache_is_never_shared_by_policies(make_lm, tmp_path, monkeypa
     # As an earlier release wrote it, which did not have the setting.
     known = first.dbdict["kvcompress fingerprint"]
     first.dbdict["kvcompress fingerprint"] = {
-        name: value for name, value in known.items() if name != "lookahead"
+        name: value for name, value in known.items() if name not in ("lookahead", "spare")
     }
     lm = make_lm(**SNAPKV)
     again = CachingLM(lm, path)

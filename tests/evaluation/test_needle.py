@@ -121,7 +121,7 @@ def test_the_grid(call, saved_model, tmp_path):
     arguments = [
         "needle", "--model", saved_model, "--policy", "snapkv:window_size=8", "--policy", "h2o",
         "--capacity", 40, "--tokens", 150, "--tokens", 200, "--depths", 2, "--seeds", 1,
-        "--prefill-chunk-size", 64, "--lookahead", 0, "--device", "cpu", "--out", out,
+        "--prefill-chunk-size", 64, "--lookahead", 0, "--spare", 8, "--device", "cpu", "--out", out,
     ]  # fmt: skip
     code, _, err = call(*arguments)
     assert code == 0, err
@@ -132,8 +132,8 @@ def test_the_grid(call, saved_model, tmp_path):
         "none",
         "snapkv:capacity=40:window_size=8",
         "h2o:capacity=40",
-        "snapkv:capacity=40:window_size=8, chunks of 64, look-ahead 0",
-        "h2o:capacity=40, chunks of 64, look-ahead 0",
+        "snapkv:capacity=40:window_size=8, chunks of 64, look-ahead 0, spare 8",
+        "h2o:capacity=40, chunks of 64, look-ahead 0, spare 8",
     }
     for record in records:
         if record["setting"] == "none":
@@ -151,6 +151,8 @@ def test_the_grid(call, saved_model, tmp_path):
     assert code == 1 and "dtype was 'torch.float32'" in err and "another folder" in err
     code, _, err = call("needle", "--lookahead", 4, "--out", tmp_path / "other")
     assert code == 1 and "--prefill-chunk-size" in err
+    code, _, err = call("needle", "--spare", 4, "--out", tmp_path / "other")
+    assert code == 1 and "--spare is for --prefill-chunk-size" in err
 
 
 def test_shares_are_compared_on_the_same_prompts():
