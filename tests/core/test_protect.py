@@ -88,8 +88,9 @@ def test_protected_tokens_are_held_by_a_prefill_in_chunks(make_model, prompt, po
 
     with press(model, policy) as session:
         lookahead = 4 if policy.startswith("snapkv:") and "+h2o:capacity=2" not in policy else 0
-        cache = session.prefill(ids, chunk_size=32, lookahead=lookahead, progress=look)
-        check_held(cache)
+        for spare in (0, 8):
+            options = {"chunk_size": 32, "lookahead": lookahead, "spare": spare}
+            check_held(session.prefill(ids, **options, progress=look))
 
 
 def test_the_rest_of_the_budget_goes_by_score(make_model, prompt):

@@ -283,7 +283,8 @@ def prefill_in_chunks(trial):
         def look(*_):
             evictions.look(session.cache)
 
-        cache = session.prefill(**trial.inputs, chunk_size=32, hold_back=0, progress=look)
+        options = {"chunk_size": 32, "hold_back": 0, "spare": 0 if trial.moves else None}
+        cache = session.prefill(**trial.inputs, **options, progress=look)
         handle = trial.model.register_forward_hook(look)
         try:
             logits, _ = trial.loop(ids, ends, cache, start=PROMPT)
