@@ -56,7 +56,7 @@ class Verdict:
 
 
 def ratio(name: str, unit: str, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Ratio of medians with the quartiles of pairs, and the bar of this name if there is one."""
+    """Median and quartiles of the pairwise ratios, and the bar of this name if there is one."""
     return Verdict(name, BARS.get(name), compare(name, unit, list(ours), list(theirs)))
 
 

@@ -17,6 +17,7 @@ class Ratio:
     ours: float
     plain: float
     ratio: float
+    """Median of the pairwise ratios: what disturbs one moment disturbs both of its pair."""
     low: float
     """First quartile of the pairwise ratios."""
     high: float
@@ -27,11 +28,10 @@ class Ratio:
 
 
 def compare(name: str, unit: str, ours: list[float], plain: list[float], tokens: int = 0) -> Ratio:
-    """Ratio of medians, and the quartiles of the pairwise ratios."""
+    """Median and quartiles of the pairwise ratios."""
     pairs = [a / b for a, b in zip(ours, plain, strict=True)]
-    low, _, high = quantiles(pairs, n=4) if len(pairs) > 1 else (pairs[0],) * 3
-    first, second = median(ours), median(plain)
-    return Ratio(name, unit, first, second, first / second, low, high, len(pairs), tokens)
+    low, middle, high = quantiles(pairs, n=4) if len(pairs) > 1 else (pairs[0],) * 3
+    return Ratio(name, unit, median(ours), median(plain), middle, low, high, len(pairs), tokens)
 
 
 def in_turn(

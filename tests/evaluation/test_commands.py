@@ -316,6 +316,7 @@ def test_each_goes_first_half_of_the_time():
     order = []
     in_turn(4, lambda: order.append("ours"), lambda: order.append("plain"))
     assert "".join(name[0] for name in order) == "pooppoop"
+    assert compare("x", "s", [2.0, 9.0, 4.0], [1.0, 9.0, 4.0]).ratio == 1  # not that of the medians
     ratio = compare("x", "s", [2.0, 3.0, 4.0], [2.0, 2.0, 2.0])
     assert (ratio.ratio, ratio.low, ratio.high) == (1.5, 1.0, 2.0)
 
