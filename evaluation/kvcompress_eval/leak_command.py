@@ -94,7 +94,7 @@ def leak(
         ),
     ] = None,
     attack_tokens: Annotated[int, typer.Option(min=1, help="Of the answer to the attack.")] = 24,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of the answer to the request.")] = 24,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of the answer to the request.")] = 16,
     dtype: Dtype = "auto",
     device: Device = None,
     out: OutFolder = Path("leak"),

@@ -110,7 +110,8 @@ def make_needle(
             place = _sentence_end(hay, where)
             hay = hay[:place] + text + hay[place:]
     text = chat_text(tokenizer, f"{hay}\n\n{hidden.question}") + hidden.start
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    special = not tokenizer.chat_template  # a template writes its own
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     begin = text.index(hidden.text)
     begin, end = (
         begin + hidden.text.index(hidden.parts[0]),

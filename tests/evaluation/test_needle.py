@@ -37,6 +37,26 @@ def test_a_needle_of_every_kind(tokenizer, kind):
     assert made.parts != make_needle(tokenizer, 900, 1.0, 5, Kind(kind)).parts
 
 
+def test_a_tokenizer_without_a_chat_template_adds_its_special_tokens(tokenizer):
+    import copy
+
+    from kvcompress_eval.needle import make_needle
+    from tokenizers.processors import TemplateProcessing
+
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    begun = copy.deepcopy(plain)
+    first = begun.eos_token_id
+    begun.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", first)]
+    )
+    made, expected = (make_needle(each, 900, 0.5, 3) for each in (begun, plain))
+    assert made.input_ids == [first, *expected.input_ids]
+    assert (made.first, made.last) == (expected.first + 1, expected.last + 1)
+    begun.chat_template = tokenizer.chat_template
+    assert make_needle(begun, 900, 0.5, 3) == make_needle(tokenizer, 900, 0.5, 3)
+
+
 def test_the_others_are_told_apart_by_their_names_only(tokenizer):
     from kvcompress_eval.needle import Kind, make_needle
 
