@@ -3,9 +3,9 @@
     python examples/summarise.py
     python examples/summarise.py --model MODEL --document book.txt --tokens 100000 --capacity 4096
 
-After every chunk the cache is cut to the capacity, by the votes of the prompt's last tokens, which
-ask for the summary. A plain prefill is beside it, once whole and once cut after it was read: its
-peak is the whole prompt in either case.
+After every chunk the cache is cut to twice the capacity, and at the end to the capacity itself, by
+the votes of the prompt's last tokens, which ask for the summary. A plain prefill is beside it, once
+whole and once cut after it was read: its peak is the whole prompt in either case.
 """
 
 from contextlib import nullcontext
