@@ -67,8 +67,9 @@ def generate(
     text = _read(prompt)
     import torch
     from rich.columns import Columns
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.panel import Panel
+    from rich.text import Text
 
     from kvcompress.models import load
 
@@ -83,7 +84,8 @@ def generate(
         stream = not compare
         read = chunks if each is not None and prefill_chunk_size is not None else None
         answer, summary = _answer(loaded, tokenizer, inputs, each, read, options, stream)
-        answers.append(Panel(answer, title=title, subtitle=summary))
+        # As texts, for what looks like rich's markup in an answer is none.
+        answers.append(Panel(Group(Text(answer), Text(f"\n{summary}", style="dim")), title=title))
         if stream:
             Console(stderr=True).print(summary, style="dim")
     if compare:
@@ -91,16 +93,18 @@ def generate(
 
 
 def _read(prompt: str) -> str:
-    if prompt == "-":
-        text = sys.stdin.read()
-    else:
-        path = Path(prompt)
-        if not path.is_file():
-            raise typer.BadParameter(
-                f"{prompt!r} is not a file. Give a file with the prompt, or - and the prompt on "
-                "standard input."
-            )
-        text = path.read_text(encoding="utf-8")
+    path = Path(prompt)
+    if prompt != "-" and not path.is_file():
+        raise typer.BadParameter(
+            f"{prompt!r} is not a file. Give a file with the prompt, or - and the prompt on "
+            "standard input."
+        )
+    try:
+        text = sys.stdin.read() if prompt == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(
+            f"The prompt cannot be read from {prompt!r}: {error}. Give a text in UTF-8."
+        ) from None
     if not text.strip():
         raise typer.BadParameter("The prompt is empty.")
     return text

@@ -14,7 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvcompress import attention
-from kvcompress.errors import PressStateError, UnsupportedCacheError, UnsupportedModeError
+from kvcompress.errors import (
+    PressStateError,
+    ShapeError,
+    UnsupportedCacheError,
+    UnsupportedModeError,
+)
 from kvcompress.hosting import (
     CompressedCache,
     check_fit,
@@ -221,8 +226,8 @@ class Session:
 
         Args:
             cache: From `prefill`, or one that was asked before.
-            question: Tokens of one or more questions of equal length; several about one context
-                share a batch.
+            question: Tokens of one or more questions of equal length, without the context;
+                several about one context share a batch.
             fork: Answer from a copy, so that the next question finds the cache as it was. Without,
                 the conversation goes on in it.
             **options: For `generate`; beams and several answers included.
@@ -232,6 +237,7 @@ class Session:
 
         Raises:
             PressStateError: The question is empty, or the batch does not fit the cache's.
+            ShapeError: The question is no tensor.
         """
         if (
             not isinstance(cache, CompressedCache)
@@ -242,6 +248,11 @@ class Session:
                 "Which tokens of its text the cache has still to read is not known: it was not "
                 "made by session.prefill(...), or was used since by others than session.ask. Ask "
                 "a fresh one, or call model.generate with the whole conversation."
+            )
+        if not isinstance(question, Tensor):
+            raise ShapeError(
+                f"The question is a {type(question).__name__}; it must be a tensor of token ids, "
+                "(batch, tokens), as a tokenizer gives with return_tensors='pt'."
             )
         if question.ndim != 2 or question.shape[1] == 0:
             raise PressStateError(

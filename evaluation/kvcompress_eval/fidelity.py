@@ -6,6 +6,7 @@ text, and what differs is the cache. The continuation's first token is left out:
 the prefill, which reads everything.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,11 @@ class Estimate:
 
     value: float
     error: float
+
+    def text(self, places: int, sign: str = "") -> str:
+        """For a table; without an error where a single prompt gives none."""
+        spread = "" if math.isnan(self.error) else f" ± {self.error:.{places}f}"
+        return f"{self.value:{sign}.{places}f}{spread}"
 
 
 def fidelity(

@@ -194,9 +194,9 @@ def report(
         [
             each.policy,
             f"{each.held_tokens:.1f}",
-            f"{each.agreement.value:.3f} ± {each.agreement.error:.3f}",
-            f"{each.divergence.value:.4f} ± {each.divergence.error:.4f}",
-            f"{each.more_loss.value:+.4f} ± {each.more_loss.error:.4f}",
+            each.agreement.text(3),
+            each.divergence.text(4),
+            each.more_loss.text(4, "+"),
             str(each.prompts),
         ]
         for each in found

@@ -263,10 +263,9 @@ def report(model: str, records: Sequence[Asked], out: Path, console: Any) -> Non
             f"{each.evicted:g}",
             f"{each.kept_defence:.2f}",
             f"{each.kept_directive:.2f}",
-            *(
-                f"{value.value:.2f} ± {value.error:.2f}"
-                for value in (each.leakage, each.leakage_defence, each.following)
-            ),
+            each.leakage.text(2),
+            each.leakage_defence.text(2),
+            each.following.text(2),
         ]
         for each in found
     ]

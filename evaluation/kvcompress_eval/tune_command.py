@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +135,8 @@ def tune(
     specs = policy or ["snapkv"]
     aim = quality or (Quality.agreement if prompts else Quality.found)
     level = at_least if at_least is not None else 0.8 if aim is Quality.found else 0.9
+    if twice := [str(path) for path, times in Counter(prompts or ()).items() if times > 1]:
+        raise EvaluationError(f"Given more than once: {', '.join(twice)}. Give every prompt once.")
     texts = {path: read_prompt(path) for path in prompts or ()}
     _check(specs, texts, aim)
     count = len(texts) or needles
@@ -402,7 +405,7 @@ def report(tuned: Tuned, left_out: Sequence[Prompt], out: Path, console: "Consol
         [
             each.policy,
             f"{each.held_tokens:.1f}",
-            _estimate(each.quality),
+            each.quality.text(3),
             f"{each.divergence:.3f}",
         ]
         for each in front(tuned.searched)
@@ -416,10 +419,10 @@ def report(tuned: Tuned, left_out: Sequence[Prompt], out: Path, console: "Consol
                 each.policy,
                 name,
                 f"{each.held_tokens:.1f}",
-                _estimate(each.quality),
+                each.quality.text(3),
                 f"{each.bound:.3f}",
                 f"{each.divergence:.3f}",
-                "" if gain is None else _estimate(gain, "+"),
+                "" if gain is None else gain.text(3, "+"),
             ]
         )
     said = sentences(tuned)
@@ -427,7 +430,8 @@ def report(tuned: Tuned, left_out: Sequence[Prompt], out: Path, console: "Consol
         said.append(f"Left out, since the uncompressed model's answer is none: {len(left_out)}.")
     show_table(console, title, first)
     show_table(console, "", second)
-    for line in [*said, LEGEND]:
+    # That nothing is recommended is the error that ends the command.
+    for line in [*(said if tuned.recommended else said[1:]), LEGEND]:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     parts = [title, markdown(first), markdown(second), *said, LEGEND]
     (out / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -448,10 +452,6 @@ def _judged(tuned: Tuned) -> list[tuple[str, Outcome]]:
     return found + list(tuned.references.items())
 
 
-def _estimate(found: "Estimate", sign: str = "") -> str:
-    return f"{found.value:{sign}.3f} ± {found.error:.3f}"
-
-
 def sentences(tuned: Tuned) -> list[str]:
     """What the tables say."""
     bound = f"lower {tuned.confidence:.0%} bound ({BOUNDS[tuned.quality]}, one-sided)"
@@ -462,11 +462,11 @@ def sentences(tuned: Tuned) -> list[str]:
             f"Nothing is recommended: on the held-back prompts no setting's {bound} of "
             f"{tuned.quality} is at least {tuned.level:g} from the largest candidate on. The "
             f"highest is {most.bound:.3f}, of {most.policy}. Try larger --capacity, more prompts, "
-            "more --settings, or ask for less with --at-least."
+            "longer answers (--new-tokens), more --settings, or ask for less with --at-least."
         ]
     said = [
         f"Recommended: {best.policy}",
-        f"It keeps {best.quality.value:.3f} ± {best.quality.error:.3f} on {best.prompts} held-back "
+        f"It keeps {best.quality.text(3)} on {best.prompts} held-back "
         f"prompts with {best.held_tokens:.1f} of {tuned.whole:.1f} tokens held; {bound} "
         f"{best.bound:.3f}, asked for {tuned.level:g}.",
     ]
@@ -476,7 +476,12 @@ def sentences(tuned: Tuned) -> list[str]:
         said.append(
             f"The smallest candidate that keeps no less than the authors' defaults "
             f"({same.policy}, {same.held_tokens:.1f} held) is {less.policy}, with "
-            f"{less.held_tokens:.1f} held: {_estimate(gain, '+')}."
+            f"{less.held_tokens:.1f} held: {gain.text(3, '+')}."
+        )
+    elif same is not None:
+        said.append(
+            f"No candidate keeps as much as the authors' defaults ({same.policy}, "
+            f"{same.held_tokens:.1f} held): {same.quality.text(3)}. Search more --settings."
         )
     return said
 

@@ -61,6 +61,14 @@ def test_generate_in_chunks(call, saved_model, tmp_path):
     assert code == 1 and out == "" and "lookahead=90" in err
 
 
+def test_a_prompt_that_is_no_text(call, tmp_path):
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"a prompt \xff\xfe")
+    code, out, err = call("generate", file)
+    assert code == 2 and out == "" and "cannot be read" in err and "UTF-8" in err
+    assert "Traceback" not in err
+
+
 def test_compare_shows_both(call, saved_model, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("a long prompt, " * 20)
@@ -70,6 +78,7 @@ def test_compare_shows_both(call, saved_model, tmp_path):
     )  # fmt: skip
     assert code == 0
     assert "compressed" in out and "uncompressed" in out
+    assert out.count("ms a token") == 2
 
 
 @pytest.mark.parametrize(

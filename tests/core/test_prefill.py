@@ -288,6 +288,17 @@ def test_what_is_no_tensor_or_number_is_refused(make_model, prompt, wrong, said)
         )
 
 
+@pytest.mark.parametrize("question", ["Who?", [1, 2, 3]])
+def test_a_question_that_is_no_tensor_is_refused(make_model, prompt, question):
+    from kvcompress import ShapeError, press
+
+    session = press(make_model(), POLICY)
+    cache = session.prefill(**prompt(70), chunk_size=100)
+    with pytest.raises(ShapeError, match=f"The question is a {type(question).__name__}"):
+        # Without what checks annotations in these tests, as users have it.
+        type(session).ask.__wrapped__(session, cache, question)
+
+
 def test_batches_that_cannot_be_are_refused(make_model, prompt):
     from kvcompress import UnsupportedModeError, press
 

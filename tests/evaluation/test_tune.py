@@ -386,6 +386,22 @@ def command(saved_model, out, *more):
     ]  # fmt: skip
 
 
+def test_what_is_said_of_settings_that_keep_less_than_the_authors():
+    from kvcompress_eval.fidelity import Estimate
+    from kvcompress_eval.tune import Outcome, Quality
+    from kvcompress_eval.tune_command import DEFAULTS, ROWS, Tuned, sentences
+
+    nan = float("nan")
+    best = Outcome("snapkv:capacity=60", 1, 67.0, Estimate(0.667, nan), 0.1, 0.5)
+    same = Outcome("snapkv:capacity=59", 1, 67.0, Estimate(1.0, 0.25), 0.0, 0.5)
+    of = {"searched": [best], "judged": [best], "recommended": best, "smaller": None, "gains": {}}
+    of |= {"references": {f"{DEFAULTS}, {ROWS[1]}": same}, "whole": 300.0, "level": 0.5}
+    said = sentences(Tuned("m", Quality.agreement, confidence=0.5, **of))
+    assert "It keeps 0.667 on 1 held-back" in said[1]  # and no error of one prompt
+    assert "No candidate keeps as much as the authors' defaults (snapkv:capacity=59" in said[2]
+    assert "1.000 ± 0.250" in said[2]
+
+
 @pytest.fixture
 def texts(tmp_path):
     paths = [tmp_path / f"{number}.txt" for number in range(6)]
@@ -433,8 +449,12 @@ def test_the_command(call, saved_model, tmp_path, texts):
     assert (out / "table.md").read_text() == table
     assert sorted((out / "records.jsonl").read_text().splitlines()) == sorted(lines)
     # Another level is another answer from the same records, and none is an error of its own.
-    code, _, err = call(*arguments, "--at-least", 1)
+    code, shown, err = call(*arguments, "--at-least", 1)
     assert code == 1 and "Nothing is recommended" in err and "--at-least" in err
+    assert "Nothing is recommended" not in shown  # once is enough
+    assert "Nothing is recommended" in (out / "table.md").read_text()
+    code, _, err = call(*arguments, texts[0])
+    assert code == 1 and "more than once" in err and texts[0].name in err.replace("\n", "")
     assert json.loads((out / "result.json").read_text())["recommended"] is None
     for change, message in (
         (("--seed", 1), "seed was 0 and is now 1"),
