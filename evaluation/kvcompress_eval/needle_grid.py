@@ -264,6 +264,7 @@ def needle(
 
 def report(model: str, records: Sequence[Found], out: Path, console: Any) -> None:
     """Table on the console and in table.md, and a heat map for every setting."""
+    from kvcompress_eval.fidelity import Estimate
     from kvcompress_eval.plots import plot_needles
     from kvcompress_eval.scores import markdown
 
@@ -277,13 +278,14 @@ def report(model: str, records: Sequence[Found], out: Path, console: Any) -> Non
                 if (each.setting, each.tokens) == (share.setting, share.tokens)
             ]
             plain = share.setting == UNCOMPRESSED
+            less = Estimate(share.difference, share.difference_error)
             rows.append(
                 [
                     kind,
                     str(share.tokens),
                     share.setting,
-                    f"{share.value:.2f} ± {share.error:.2f}",
-                    "" if plain else f"{share.difference:+.2f} ± {share.difference_error:.2f}",
+                    Estimate(share.value, share.error).text(2),
+                    "" if plain else less.text(2, "+"),
                     str(max(held)),
                     str(share.prompts),
                 ]

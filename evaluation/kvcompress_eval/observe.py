@@ -8,7 +8,7 @@ import typer
 from kvcompress_eval.comparison import need
 from kvcompress_eval.console import save_numbers
 from kvcompress_eval.options import Device, Dtype, Model
-from kvcompress_eval.prompts import chat_text
+from kvcompress_eval.prompts import chat_text, encode, read_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,12 +24,12 @@ def _prompt(tokenizer: Any, document: str, question: str, first: bool) -> tuple[
     """Tokens of a prompt with the question before or after the document, and where that is."""
     parts = (question, document) if first else (document, question)
     text = chat_text(tokenizer, "\n\n".join(parts))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = encode(tokenizer, text, return_offsets_mapping=True)
     begin = text.index(document)
     inside = [
         number
         for number, (left, right) in enumerate(encoded["offset_mapping"])
-        if left >= begin and right <= begin + len(document)
+        if begin <= left < right <= begin + len(document)  # special tokens have no text
     ]
     return encoded["input_ids"], slice(inside[0], inside[-1] + 1)
 
@@ -85,7 +85,7 @@ def observe(
         hidden = make_needle(tokenizer, tokens, 0.5)
         text = tokenizer.decode(hidden.input_ids, skip_special_tokens=True)
     else:
-        text = document.read_text(encoding="utf-8")
+        text = read_prompt(document)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
     text = str(tokenizer.decode(ids)).strip()
     asked = question or list(QUESTIONS)

@@ -40,6 +40,11 @@ def chat_text(tokenizer: Any, text: str) -> str:
     return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
 
 
+def encode(tokenizer: Any, text: str, **options: Any) -> Any:
+    """Encode what `chat_text` gave: special tokens are the template's, or the tokenizer's own."""
+    return tokenizer(text, add_special_tokens=not tokenizer.chat_template, **options)
+
+
 def read_prompt(path: Path) -> str:
     """A file's text.
 
@@ -57,7 +62,5 @@ def read_prompt(path: Path) -> str:
 
 def tokenize(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """Tokens of a text, as one message of a user if asked for and there is a chat template."""
-    if chat and tokenizer.chat_template:
-        text = chat_text(tokenizer, text)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(text)["input_ids"])
+    encoded = encode(tokenizer, chat_text(tokenizer, text)) if chat else tokenizer(text)
+    return list(encoded["input_ids"])

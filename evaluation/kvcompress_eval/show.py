@@ -11,7 +11,7 @@ import typer
 
 from kvcompress_eval.comparison import at_capacities
 from kvcompress_eval.options import Device, Dtype, Model
-from kvcompress_eval.prompts import tokenize
+from kvcompress_eval.prompts import read_prompt, tokenize
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -150,7 +150,7 @@ def show(
     if prompt is None:
         ids = make_needle(tokenizer, 800, 0.5).input_ids
     else:
-        ids = tokenize(tokenizer, prompt.read_text(encoding="utf-8"), chat)
+        ids = tokenize(tokenizer, read_prompt(prompt), chat)
     console = Console()
     with console.status(f"reading {len(ids)} tokens"):
         kept = kept_by(loaded, torch.tensor([ids], device=loaded.device), policies)

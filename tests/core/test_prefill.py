@@ -281,7 +281,7 @@ def test_what_is_no_tensor_or_number_is_refused(make_model, prompt, wrong, said)
     from kvcompress.prefill import ChunkedPrefill
 
     given = {"input_ids": prompt(130)["input_ids"], "attention_mask": None}
-    given |= {"chunk_size": 16, "lookahead": 0, "hold_back": 1}
+    given |= {"chunk_size": 16, "lookahead": 0, "hold_back": 1, "spare": 0}
     with pytest.raises(ShapeError, match=said):
         ChunkedPrefill(
             make_model(), CompressedCache(make_model(), POLICY), "cache", **given | wrong

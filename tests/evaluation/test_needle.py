@@ -41,6 +41,7 @@ def test_a_tokenizer_without_a_chat_template_adds_its_special_tokens(tokenizer):
     import copy
 
     from kvcompress_eval.needle import make_needle
+    from kvcompress_eval.observe import _prompt
     from tokenizers.processors import TemplateProcessing
 
     plain = copy.deepcopy(tokenizer)
@@ -53,6 +54,8 @@ def test_a_tokenizer_without_a_chat_template_adds_its_special_tokens(tokenizer):
     made, expected = (make_needle(each, 900, 0.5, 3) for each in (begun, plain))
     assert made.input_ids == [first, *expected.input_ids]
     assert (made.first, made.last) == (expected.first + 1, expected.last + 1)
+    ids, place = _prompt(begun, "tea", "Why?", first=False)
+    assert (ids[0], begun.decode(ids[place])) == (first, "tea")
     begun.chat_template = tokenizer.chat_template
     assert make_needle(begun, 900, 0.5, 3) == make_needle(tokenizer, 900, 0.5, 3)
 

@@ -83,6 +83,14 @@ def test_a_prompt_that_is_not_there(call):
     assert code == 2 and out == "" and "'nowhere.txt' is not a file" in err
 
 
+@pytest.mark.parametrize("command", ["show", "observe"])
+def test_a_prompt_that_is_no_text(call, saved_model, tmp_path, command):
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"a prompt \xff\xfe")
+    code, _, err = call(command, file, "--model", saved_model, "--device", "cpu")
+    assert code == 1 and "prompt.bin cannot be read" in err.replace("\n", "")
+
+
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="there is no Chromium")
 @pytest.mark.parametrize(("policy", "layer"), [(0, -1), (1, 2)])
 def test_the_page_in_a_browser(shown, tmp_path, policy, layer):
