@@ -20,7 +20,7 @@ from kvcompress.errors import PolicyConfigError, UnsupportedModeError
 from kvcompress.fair import judge_spans
 from kvcompress.policy import LayerView, Phase, Policy
 from kvcompress.rotation import Rotation
-from kvcompress.rows import Ledger, Rows, Spare, with_slack
+from kvcompress.rows import Ledger, Rows, Spare
 from kvcompress.selection import Judgement, batch_budget, final_scores, judge
 from kvcompress.state import CacheState, Plan
 from kvcompress.tensors import (
@@ -211,11 +211,14 @@ class KVLayer(DynamicLayer, HostedLayer):
     def numbers_for(
         self, index: Int64[Tensor, "*layers batch kv_heads kept"]
     ) -> Int64[Tensor, "*layers rows"]:
-        """Which rows of the buffers the next buffers are filled with."""
-        kept, decode = index.shape[-1], self.state.decode
-        comes_back = decode is not None and not self.state.policy.spares_prompt
-        size = kept + decode.interval if decode is not None and comes_back else with_slack(kept)
-        return self.rows.numbers_for(index, size)
+        """Which rows of the buffers the next buffers are filled with.
+
+        Room for what comes until the next eviction. Where there is none the first new token makes
+        room: until then other layers may still need theirs, as at the end of a long prompt.
+        """
+        decode = self.state.decode
+        room = 0 if decode is None else decode.interval
+        return self.rows.numbers_for(index, index.shape[-1] + room)
 
     def _reindex(self, rotation: Rotation) -> None:
         """Move the keys at the front up to the rows behind them.
