@@ -175,16 +175,16 @@ class Side(ABC):
     def memory(self, length: int, method: str | None, keep: int) -> dict[str, float]:
         """MiB that a prefill needs at most above the loaded model; once per process."""
         ids = self._ids(length)
-        libc = ctypes.CDLL("libc.so.6")
-        # Each tensor in a mapping of its own: else what is freed is reused or not as the heap
-        # happens to lie, and the peak is some 15 % of chance.
-        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+        libc = None if self.model.device.type == "cuda" else ctypes.CDLL("libc.so.6")
+        if libc:
+            # Each tensor in a mapping of its own: else what is freed is reused or not as the heap
+            # happens to lie, and the peak is some 15 % of chance.
+            libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
         # The code that runs is memory too, but not what is compared.
         with self._context(method, keep, keep + 64, None):
             self._forward(ids[:, : keep + 64], None)
         gc.collect()
-        cuda = self.model.device.type == "cuda"
-        if cuda:
+        if libc is None:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         else:
@@ -194,7 +194,7 @@ class Side(ABC):
             before = _resident("VmRSS")
         with self._context(method, keep, length, None):
             output = self._forward(ids, None)
-        peak = torch.cuda.max_memory_allocated() if cuda else _resident("VmHWM")
+        peak = _resident("VmHWM") if libc else torch.cuda.max_memory_allocated()
         return {"mib": (peak - before) / 2**20, "held": self._held(_cache_of(output), method)}
 
     def _context(

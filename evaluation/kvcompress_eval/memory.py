@@ -1,6 +1,5 @@
 """Memory of this process, and of the tensors that a piece of code makes."""
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_M_MMAP_THRESHOLD = -3
-"""Of glibc's mallopt."""
 
 
 class Memory:
@@ -22,9 +18,6 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
         else:
-            # Each tensor in a mapping of its own, from here on: else what is freed is reused or not
-            # as the heap happens to lie, and the peak is some 15 % of chance.
-            _libc().mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
             trim()
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             self._start = _status("VmRSS")
@@ -44,11 +37,9 @@ class Memory:
 
 def trim() -> None:
     """Give freed memory back to the system, so that the resident set is what is in use."""
-    _libc().malloc_trim(0)
+    import ctypes
 
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL("libc.so.6")
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _status(key: str) -> int:

@@ -50,14 +50,12 @@ class HeldRows:
 
     def allocated(self, fed: int) -> int:
         """Rows that there is memory for until then, at most: with the slack of the buffers."""
-        if not self.compressed:
-            return self.most(fed)
-        cut = self.kept if self.limit is None else self.kept + self.interval
-        if fed == 0:
-            return self.prompt if self.kept == self.prompt else cut
-        if self.kept == self.limit and self.kept < self.prompt:
-            return cut
-        return with_slack(self.most(fed))
+        most = self.most(fed)
+        if not self.compressed or (fed == 0 and self.kept == self.prompt):
+            return most
+        if fed == 0 or (self.kept == self.limit and self.kept < self.prompt):
+            return self.kept + (0 if self.limit is None else self.interval)
+        return with_slack(most)
 
     def read(self, steps: int) -> float:
         """Rows that a step attends to, mean over the first `steps` steps."""
