@@ -15,6 +15,9 @@ GroupReduce = Literal["mean", "max", "sum"]
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
+_CPU_BLOCK = 16 * 2**20
+"""Bytes of a block on the CPU: the system maps and clears larger tensors anew for every block."""
+
 
 @functools.cache
 def scoring_bytes() -> int:
@@ -153,8 +156,8 @@ def attention_received(
         sinks: A learned logit per query head that only enters the denominator (gpt-oss).
         weigh: What to sum instead of the attention itself, from a block of it (queries x rows in
             the last two dimensions) and the number of rows that each query sees (queries x 1).
-        max_bytes: Bound on the temporary memory, `scoring_bytes()` if None; at least one query of
-            one head is held.
+        max_bytes: Bound on the temporary memory; if None `scoring_bytes()`, on the CPU at most
+            16 MiB. At least one query of one head is held.
 
     Raises:
         ShapeError: Head counts do not divide, or there are more queries than rows.
@@ -178,6 +181,8 @@ def attention_received(
     per_head = max(key_bytes + query_bytes * q_len, 1)
     if max_bytes is None:
         max_bytes = scoring_bytes()
+        if key.device.type == "cpu":
+            max_bytes = min(max_bytes, _CPU_BLOCK)
     if batch * kv_heads * per_head <= max_bytes:
         if q_len == 1 and valid is None and softcap is None and sinks is None and weigh is None:
             return reduce_groups(_newest_attention(query, key, scaling), kv_heads, group_reduce)

@@ -451,6 +451,15 @@ def test_the_bound_on_scoring_can_be_set(monkeypatch):
     assert peaks[0] > 10 * 2**20 and peaks[1] <= 1.75 * 4 * 2**20
 
 
+def test_blocks_on_the_cpu_are_small_enough_to_be_used_again():
+    query, key = torch.randn(1, 4, 1500, 32), torch.randn(1, 4, 3000, 32)
+    with Allocations(query, key) as made:
+        ours = received(query, key, None)
+    whole = received(query, key, None, max_bytes=2**30)
+    torch.testing.assert_close(ours, whole, atol=1e-3, rtol=1e-5)
+    assert 8 * 2**20 < made.peak <= 20 * 2**20
+
+
 def test_masks_and_queries_that_cannot_be_are_refused():
     from kvcompress import ShapeError, UnsupportedModeError
     from kvcompress.testing import kept_positions
